@@ -24,6 +24,7 @@ from asyncllm.kernels.lora import MAX_PARTS
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import ExactRouter
 from asyncllm.models.checkpoint import Checkpoint, read_header
+from asyncllm.models.config import MAX_NUMBER
 from asyncllm.models.convert import load_pickle
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.fused import LAYOUTS
@@ -271,8 +272,8 @@ class AdapterConfig:
         raise UnsupportedModel(f"{self._file}: {short(name)} = {short(value)} is not implemented: {why}.")
 
     def _number(self, name: str, value: Any, *, whole: bool = False) -> float:
-        sound = type(value) is int or (type(value) is float and math.isfinite(value) and not whole)
-        if not sound or (whole and value < 1):
+        number = type(value) is int or (type(value) is float and not whole)
+        if not number or not abs(value) <= MAX_NUMBER or (whole and value < 1):
             raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, which is no number for it.")
         return float(value)
 

@@ -296,19 +296,24 @@ class HFConfig:
     def windows(self, num_layers: int, window: int | None, sliding: list[bool] | None = None) -> tuple[int | None, ...]:
         """`window` for the sliding layers. `sliding` is the family's rule, which a `layer_types` list replaces; unless
         given, all slide."""
-        kinds = self.fields.get("layer_types")
-        if kinds is not None:
-            if not isinstance(kinds, list) or len(kinds) != num_layers:
-                self.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
-            for kind in kinds:
-                if kind not in ("full_attention", "sliding_attention"):
-                    self.unsupported("layer_types", "Supported: 'full_attention', 'sliding_attention'.")
+        if self.fields.get("layer_types") is not None:
+            kinds = self.layer_kinds(num_layers, ("full_attention", "sliding_attention"), [])
             sliding = [kind == "sliding_attention" for kind in kinds]
             if window is None and any(sliding):
                 self.invalid("layer_types", "which names sliding layers, but sliding_window is not set")
         if sliding is None:
             return (window,) * num_layers
         return tuple(window if slides else None for slides in sliding)
+
+    def layer_kinds(self, num_layers: int, allowed: tuple[str, ...], default: list[str]) -> list[str]:
+        """Return the kind of each layer: what `layer_types` lists, or `default`. Raises InvalidCheckpoint for a list of
+        another length, UnsupportedModel for a kind that is not allowed."""
+        kinds = self._read("layer_types", default)
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            self.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
+        if any(kind not in allowed for kind in kinds):
+            self.unsupported("layer_types", f"Supported: {', '.join(map(repr, allowed))}.")
+        return kinds
 
     def _read(self, key: str, default: Any) -> Any:
         value = self.fields.get(key)

@@ -75,6 +75,6 @@ def _local_layers(hf: HFConfig, num_layers: int) -> list[bool]:
             kinds += [*names] * min(times, num_layers)
     except (TypeError, ValueError):
         hf.invalid("attention_types", "where pairs of a list of kinds and a number belong")
-    if len(kinds) != num_layers or not set(kinds) <= {"global", "local"}:
+    if len(kinds) != num_layers or any(kind not in ("global", "local") for kind in kinds):
         hf.invalid("attention_types", f"which do not name 'global' or 'local' for each of {num_layers} layers")
     return [kind == "local" for kind in kinds]

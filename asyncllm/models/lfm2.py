@@ -52,18 +52,13 @@ def lfm2_fields(hf: HFConfig, architecture: str) -> dict[str, Any]:
     named = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     fields = hf.named(named).decoder(architecture, max_position=128000, theta=1e6, norm_eps=1e-5, tied=True)
     num_layers = fields["num_layers"]
-    kinds = hf.fields.get("layer_types")
-    if kinds is None:
-        attending = hf.fields.get("full_attn_idxs")
-        if attending is None:
-            attending = list(range(num_layers))
-        if not isinstance(attending, list) or not {*attending} <= {*range(num_layers)}:
-            hf.invalid("full_attn_idxs", f"where a list of layers below {num_layers} belongs")
-        kinds = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
-    if not set(kinds) <= {"full_attention", "conv"}:
-        hf.unsupported("layer_types", "Supported: 'full_attention', 'conv'.")
+    attending = hf.fields.get("full_attn_idxs")
+    if attending is None:
+        attending = list(range(num_layers))
+    if not isinstance(attending, list) or any(layer not in range(num_layers) for layer in attending):
+        hf.invalid("full_attn_idxs", f"where a list of layers below {num_layers} belongs")
+    by_index = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
+    kinds = hf.layer_kinds(num_layers, ("full_attention", "conv"), by_index)
     length = hf.integer("conv_L_cache", 3, minimum=2, maximum=16)
     return {
         **fields,

@@ -93,7 +93,7 @@ class Llama4(DecoderLM):
         kinds = hf.fields.get("layer_types") or ["chunked_attention" if each else "full_attention" for each in turns]
         if not isinstance(kinds, list) or len(kinds) < num_layers:
             hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
-        if not set(kinds) <= {"chunked_attention", "full_attention"}:
+        if any(kind not in ("chunked_attention", "full_attention") for kind in kinds):
             hf.unsupported("layer_types", "Supported: 'chunked_attention', 'full_attention'.")
         chunk = hf.optional_integer("attention_chunk_size", 8192)
         # The published files say 4 for true.

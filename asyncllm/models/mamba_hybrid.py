@@ -103,7 +103,4 @@ def _limits(value: Any) -> Any:
     """Return a pair of numbers, of which transformers writes what JSON lacks as {"__float__": "Infinity"}."""
     if not isinstance(value, list):
         return value
-    return tuple(
-        float(each["__float__"]) if isinstance(each, dict) and isinstance(each.get("__float__"), str) else each
-        for each in value
-    )
+    return tuple(math.inf if each == {"__float__": "Infinity"} else each for each in value)

@@ -120,13 +120,8 @@ def delta_fields(hf: HFConfig, num_layers: int) -> dict[str, Any]:
     """Return the fields of a Qwen3NextConfig that say what its layers attend by. Raises InvalidCheckpoint,
     UnsupportedModel."""
     interval = hf.integer("full_attention_interval", 4)
-    kinds = hf.fields.get("layer_types")
-    if kinds is None:
-        kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        hf.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
-    if not set(kinds) <= {"full_attention", "linear_attention"}:
-        hf.unsupported("layer_types", "Supported: 'full_attention', 'linear_attention'.")
+    by_turns = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    kinds = hf.layer_kinds(num_layers, ("full_attention", "linear_attention"), by_turns)
     heads, key_heads = hf.integer("linear_num_value_heads", 32), hf.integer("linear_num_key_heads", 16)
     if heads % key_heads:
         hf.invalid("linear_num_value_heads", f"which linear_num_key_heads = {key_heads} does not divide")

@@ -93,7 +93,7 @@ class CompressedTensors(Scheme):
             kind = group.get("format") or whole
             if kind == "naive-quantized":
                 kind = f"{group.object('weights').get('type')}-quantized"
-            if kind not in _CHECKS:
+            if kind not in tuple(_CHECKS):
                 named_in = group if group.get("format") else settings
                 named_in.unsupported("format", f"Supported: {', '.join(_CHECKS)}.")
             _CHECKS[kind](group)

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from asyncllm.errors import InvalidRequest, ModelError, ModelNotFound, short
+from asyncllm.errors import InvalidParameter, InvalidRequest, ModelError, ModelNotFound, short
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import json_response
@@ -140,6 +140,8 @@ async def _load(service: Service, name: str, path: str, *, replace: bool) -> Non
     except ModelError as error:
         status = 404 if isinstance(error, ModelNotFound) else 400
         raise ApiError(status, str(error), code="invalid_adapter", param="lora_path") from None
+    except InvalidParameter as error:
+        raise ApiError(400, str(error), code="invalid_value", param=f"lora_{error.param}") from None
     service.openapi = b""
 
 

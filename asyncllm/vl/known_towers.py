@@ -155,7 +155,8 @@ def xcomposer_tower(fields: Mapping[str, Any], kind: XComposer) -> Mapping[str, 
     """Return the `vision_config` of its tower, of which config.json has the size of pictures at most: CLIP's large one,
     unless there is such an entry all the same."""
     usual = {"2": 224, "4khd": 336, "2.5": 560}[kind]
-    return {**_LARGE, "image_size": fields.get("img_size", usual), **(fields.get("vision_config") or {})}
+    given = fields.get("vision_config")
+    return {**_LARGE, "image_size": fields.get("img_size", usual), **(given if isinstance(given, dict) else {})}
 
 
 def molmo_tower(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,6 +164,7 @@ REFUSED: list[tuple[dict[str, Any], type[ModelError], str]] = [
     ({"r": True}, InvalidCheckpoint, "r is"),
     ({"lora_alpha": "16"}, InvalidCheckpoint, "lora_alpha"),
     ({"lora_alpha": math.nan}, InvalidCheckpoint, "lora_alpha"),
+    ({"lora_alpha": 10**400}, InvalidCheckpoint, "lora_alpha"),
     ({"rank_pattern": [1]}, InvalidCheckpoint, "rank_pattern"),
     ({"alpha_pattern": {"(a+)+": 1}}, UnsupportedModel, "alpha_pattern"),
     ({"alpha_pattern": {"(a": 1}}, InvalidCheckpoint, "alpha_pattern"),

@@ -325,6 +325,8 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
         ("Qwen2ForCausalLM", "hidden_act", "relu"),
         ("Qwen2ForCausalLM", "layer_types", ["chunked_attention"] * 3),
+        ("Lfm2ForCausalLM", "layer_types", ["conv", ["conv"], "conv", "conv"]),
+        ("BambaForCausalLM", "time_step_limit", [0.0, {"__float__": "x"}]),
         ("MixtralForCausalLM", "hidden_act", "gelu"),
         ("GemmaForCausalLM", "hidden_act", "relu"),
         ("Phi3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),

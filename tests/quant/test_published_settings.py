@@ -400,6 +400,7 @@ REFUSED: dict[str, tuple[Format | Eight, dict[str, Any], str]] = {
         {"config_groups": group(numbers(8, "float", "channel"), None)},
         "input_activations",
     ),
+    "a list of formats": (packed(4, 32), {"format": ["pack-quantized"]}, "format = "),
     "sparse weights": (packed(4, 32), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncllm.layers.image_low_rank import LowRankProducts
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed
+from asyncllm.models.vision.parts import Composed, part_of
 from asyncllm.vl.known_towers import xcomposer_kind, xcomposer_tower
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig
@@ -49,14 +49,16 @@ _JOINING = {
 
 def read_xcomposer2(hf: HFConfig) -> Composed:
     kind = xcomposer_kind(Path(hf.source).parent)
-    tower = xcomposer_tower(hf.fields, kind)
+    given = hf.fields.get("vision_config")
+    tower = part_of(hf if given else hf.changed({"vision_config": {}}), "vision_config")
+    tower = tower.changed(xcomposer_tower(hf.fields, kind))
     encoder = ClipConfig(
-        hidden_size=tower["hidden_size"],
-        intermediate_size=tower["intermediate_size"],
-        num_layers=tower["num_hidden_layers"],
-        num_heads=tower["num_attention_heads"],
-        image_size=tower["image_size"],
-        patch_size=tower["patch_size"],
+        hidden_size=tower.integer("hidden_size"),
+        intermediate_size=tower.integer("intermediate_size"),
+        num_layers=tower.integer("num_hidden_layers"),
+        num_heads=tower.integer("num_attention_heads"),
+        image_size=tower.integer("image_size"),
+        patch_size=tower.integer("patch_size"),
         eps=1e-5,
         activation="quick_gelu",
     )
