@@ -7,7 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-__all__ = ["CuttingProcessor", "ImagePreparation", "ImageProcessor", "PromptImage", "VideoProcessor"]
+__all__ = [
+    "AdaptedProcessor",
+    "CuttingProcessor",
+    "ImagePreparation",
+    "ImageProcessor",
+    "PromptImage",
+    "VideoProcessor",
+]
 
 _PIXELS_PER_TOKEN = 8 * 588
 """Numbers in `pixels` (of eight patches of 14 x 14) that take a tower as long as one token takes the decoder: towers
@@ -145,6 +152,14 @@ class CuttingProcessor(ImageProcessor, Protocol):
 
     most_cut: int
     """Most images of a conversation whose images are cut."""
+
+
+@runtime_checkable
+class AdaptedProcessor(ImageProcessor, Protocol):
+    """The preparation of a family whose prompts with images, and their answers, are computed with an adapter."""
+
+    adapter_name: str
+    """Its name. In the model's folder it lies in the folder of this name with -lora behind it."""
 
 
 class ImagePreparation(Protocol):

@@ -54,15 +54,16 @@ class ModelFiles:
             from asyncllm.agent.executor import open_executor
             from asyncllm.locate import locate, locate_adapter
             from asyncllm.ranks.executor import RankExecutor
+            from asyncllm.vl.processor import own_adapter
 
             config = self.config
             self._folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)
             if self.executor is not None:
                 return self.executor
-            if config.adapters:
+            wanted = {**own_adapter(self._folder, config.hf_overrides), **(config.adapters or {})}
+            if wanted:
                 found = {
-                    name: str(locate_adapter(path, download_dir=config.download_dir))
-                    for name, path in config.adapters.items()
+                    name: str(locate_adapter(path, download_dir=config.download_dir)) for name, path in wanted.items()
                 }
                 self.config = config = msgspec.structs.replace(config, adapters=found)
             if config.isolated or config.tp > 1:

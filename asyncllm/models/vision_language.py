@@ -161,7 +161,6 @@ _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
 _OWN_TOWER = "its tower is not written yet"
 
 _NOTHING = "there is nothing to hold it to"
-_ADAPTED = "prompts with images are computed with an adapter of their own"
 _NEITHER = "neither its tower nor its decoder is written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
@@ -195,8 +194,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
         "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"
     ),
     "PerceptionLMForConditionalGeneration": Refused("PerceptionLM", _OWN_TOWER, "InternVLForConditionalGeneration"),
-    "Phi4MMForCausalLM": Refused("Phi-4-multimodal", _ADAPTED, "Phi3VForCausalLM"),
-    "Phi4MultimodalForCausalLM": Refused("Phi-4-multimodal, as transformers has it", _ADAPTED, "Phi3VForCausalLM"),
     "PixtralForConditionalGeneration": Refused(
         "Pixtral as its authors published it", "its names are not read", "LlavaForConditionalGeneration"
     ),

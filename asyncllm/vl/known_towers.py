@@ -14,6 +14,7 @@ __all__ = [
     "fine_tower_fields",
     "molmo_tower",
     "multi_modality_fields",
+    "phi4_tower",
     "tower_fields",
     "tower_settings",
     "xcomposer_kind",
@@ -163,6 +164,12 @@ def molmo_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `vision_config` of Molmo's tower, which its code has: CLIP's large one without the last layer, unless
     there is such an entry all the same."""
     return {**_LARGE, "num_hidden_layers": 23, "image_size": 336, **_object(fields, "vision_config")}
+
+
+def phi4_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `vision_config` of Phi-4-multimodal's tower, which config.json of its authors lacks."""
+    known = {**_KNOWN["google/siglip-so400m-patch14-384"], "image_size": 448}
+    return {**known, **{key: each for key, each in _object(fields, "vision_config").items() if each is not None}}
 
 
 def _inner(folder: Path, name: Any, file: str) -> Mapping[str, Any]:

@@ -13,17 +13,25 @@ from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
 from asyncllm.vl.image_tokens import added_tokens, stand_in, standing, token_id_of, token_of
-from asyncllm.vl.known_towers import molmo_tower, tower_fields, tower_settings, xcomposer_kind, xcomposer_tower
+from asyncllm.vl.known_towers import (
+    molmo_tower,
+    phi4_tower,
+    tower_fields,
+    tower_settings,
+    xcomposer_kind,
+    xcomposer_tower,
+)
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
 from asyncllm.vl.processing.native import NativeProcessor
+from asyncllm.vl.processing.phi4 import PlainHdProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
 
-__all__ = ["ALSO_TEXT", "PUBLISHED", "UNSAID"]
+__all__ = ["ADAPTED", "ALSO_TEXT", "PUBLISHED", "UNSAID"]
 
 _Fields = Mapping[str, Any]
 
@@ -178,6 +186,23 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _phi4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    tower = phi4_tower(fields)
+    token_id = token_id_of(tower, "image_token_id", 200010)
+    texts = {int(number): text for text, number in added_tokens(Path(where).parent).items()}
+    read = PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR)
+    side, patch = tower["image_size"], tower["patch_size"]
+    return PlainHdProcessor(
+        read,
+        token_id=token_id,
+        placeholder=texts.get(token_id, "<|endoftext10|>"),
+        side=side,
+        tokens=side // patch // 2,
+        patch=patch,
+        most=read.integer("dynamic_hd", 36, maximum=256),
+    )
+
+
 def is_grid(shapes: Any, side: int) -> bool:
     """Return whether these are widths and heights of whole tiles, those of one first."""
     pairs = isinstance(shapes, list) and all(isinstance(each, list) and len(each) == 2 for each in shapes)
@@ -200,6 +225,8 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "MiniGeminiLlamaForCausalLM": _mgm,
     "MolmoForCausalLM": _molmo,
     "Phi3VForCausalLM": _phi3_v,
+    "Phi4MMForCausalLM": _phi4,
+    "Phi4MultimodalForCausalLM": _phi4,
     "QWenLMHeadModel": _qwen_visual,
 }
 """Class in config.json -> function of its entries, those of preprocessor_config.json, and that file."""
@@ -210,6 +237,11 @@ ALSO_TEXT: Mapping[str, str] = {
     "QWenLMHeadModel": "visual",
 }
 """Class of models with and without a tower -> entry of config.json that those with one have."""
+
+ADAPTED: Mapping[str, str] = dict.fromkeys(
+    ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), PlainHdProcessor.adapter_name
+)
+"""Class -> the name of the adapter of prompts with images."""
 
 UNSAID = frozenset(
     {

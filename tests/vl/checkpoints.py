@@ -85,6 +85,7 @@ def _build_published(kind: str, folder: Path, seed: int) -> Path:
     for name, content in {**files, "generation_config.json": {"eos_token_id": [3]}}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
+    model.write_beside(folder)
     if family.code:
         (folder / "ixc_utils.py").write_text(family.code)
     write_tokenizer(folder, TEXT["vocab_size"], more=family.tokens, template=family.template)

@@ -108,7 +108,7 @@ async def test_several_answers_and_a_stream(engine: AsyncEngine) -> None:
 
 SESSIONS = [
     *("llava", "llava_next", "qwen2_vl", "pixtral", "idefics3", "gemma3_scan", "llama4"),
-    *("cogvlm2", "glm4v_9b", "minicpm_v_2_6", "xcomposer2"),
+    *("cogvlm2", "glm4v_9b", "minicpm_v_2_6", "phi4", "xcomposer2"),
 ]
 
 

@@ -64,7 +64,13 @@ def test_pixels_are_those_of_the_published_rule(kind: str) -> None:
     assert ours is not None
     for seed, size in enumerate(SIZES):
         image = picture(seed, *size)
-        prepared, expected = ours.prepare(image, {}), family.pixels(image)
+        try:
+            expected = family.pixels(image)
+        except ValueError:
+            with pytest.raises(InvalidMessage, match="Cut it"):
+                ours.prepare(image, {})
+            continue
+        prepared = ours.prepare(image, {})
         assert prepared.pixels.shape == expected.shape, size
         assert np.abs(prepared.pixels - expected).max() < 1e-5, size
 
@@ -74,7 +80,7 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
     processor = open_processor(folder_of(kind))
     assert processor is not None
     for size in ((3000, 1), (1, 3000)):
-        if kind == "kimi_vl":
+        if kind in ("kimi_vl", "phi4", "phi4_mm"):
             with pytest.raises(InvalidMessage, match="Cut it"):
                 processor.prepare(picture(1, *size), {})
         else:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from asyncllm import (
     GenerationConfig,
     InvalidCheckpoint,
     InvalidMessage,
+    InvalidParameter,
     ModelError,
     UnsupportedModel,
 )
@@ -27,7 +29,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.vl.processing.molmo import CropGrid
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.towers.mining import MiningConfig
-from tests.vl.checkpoints import folder_of, picture
+from tests.vl.checkpoints import folder_of, picture, worst_difference
 from tests.vl.published.families import PUBLISHED
 from tests.vl.tiny_parts import IMAGE_ID
 
@@ -115,6 +117,7 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
         ("mgm", {"mm_vision_tower_aux": "openai/davit"}, UnsupportedModel, "mm_vision_tower_aux"),
         ("mgm", {"image_size_aux": 100}, InvalidCheckpoint, "multiple of 32"),
         ("mgm", {"image_global": True}, UnsupportedModel, "image_grid"),
+        ("phi4", {"vision_config": {"image_size": 28, "patch_size": 28}}, UnsupportedModel, "even number"),
         ("molmo_d", {"norm_after": True}, UnsupportedModel, "norm_after"),
         ("molmo_d", {"embedding_size": 400}, InvalidCheckpoint, "vocab_size"),
         ("cogvlm", {"vision_config": {"image_size": 30}}, InvalidCheckpoint, "image_size"),
@@ -168,6 +171,29 @@ async def test_prompts_of_molmo_begin_as_its_code_begins_them() -> None:
         ids = await engine.encode(("what?", [picture(1)]))
         text = engine.tokenizer.decode(ids, skip_special_tokens=False)
         assert text == "<|endoftext|>" + "<image>" * ids.count(IMAGE_ID) + " User: what? Assistant:"
+
+
+async def test_images_for_phi_4_need_its_adapter(tmp_path: Path) -> None:
+    """One that is given counts in the place of the folder's own, and a request may name another."""
+    source = folder_of("phi4")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "vision-lora")
+    greedy = GenerationConfig(max_new_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+    asked = ("what?", picture(1))
+    async with AsyncEngine(str(tmp_path), CONFIG) as engine:
+        assert len((await engine.generate("what?", greedy)).token_ids) == 4
+        with pytest.raises(InvalidParameter, match="vision-lora"):
+            await engine.generate(asked, greedy)
+        engine.check_idle()
+    own = str(source / "vision-lora")
+    given = msgspec.structs.replace(CONFIG, adapters={"vision": own, "other": own})
+    async with AsyncEngine(str(tmp_path), given) as engine:
+        ids = await engine.encode(asked)
+        for name in (None, "vision", "other"):
+            answer = await engine.generate(asked, greedy, adapter_name=name)
+            assert worst_difference("phi4", ids, [asked[1]], answer) < 1e-4
+    async with AsyncEngine(str(source), CONFIG) as engine:
+        assert list(engine.adapters) == ["vision"]
 
 
 def test_a_template_that_is_given_counts_first() -> None:

@@ -283,9 +283,22 @@ class InputProcessor:
             prompt_logprobs=0 if call.wanted == "scores" else config.prompt_logprobs,
             output_logits=call.wanted == "logits",
             policy=asked.policy,
-            adapter=asked.adapter,
+            adapter=self._image_adapter() if images and asked.adapter is None else asked.adapter,
             pooling=call.pooling,
             images=images,
+        )
+
+    def _image_adapter(self) -> Adapter | None:
+        """Return the adapter of prompts with images that name none; None if the family has none for them. Raises
+        InvalidParameter."""
+        name = self._encoder.image_adapter
+        if name is None or name in self._adapters.paths:
+            return None if name is None else self._adapters.find(name)
+        raise InvalidParameter(
+            f"The prompt has images, which this model reads with its adapter {name!r}, and no adapter of that name is "
+            f"loaded. Download the folder {name}-lora into the model's, or start the engine with "
+            f"adapters={{{name!r}: FOLDER}}.",
+            "adapter_name",
         )
 
     def _params(self, config: GenerationConfig, words: Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:

@@ -16,7 +16,7 @@ from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.engine.sessions.history import History
 from asyncllm.errors import ContextLengthExceeded, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.event_loop.request_gate import RequestGate
-from asyncllm.prompt_image import ImagePreparation, PromptImage
+from asyncllm.prompt_image import AdaptedProcessor, ImagePreparation, PromptImage
 from asyncllm.protocol import Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
@@ -69,6 +69,9 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = limits.vocab_size
+        adapted = None if images is None else images.processor
+        self.image_adapter = adapted.adapter_name if isinstance(adapted, AdaptedProcessor) else None
+        """Name of the adapter of prompts with images, in a family that has one for them."""
         self.session_len = min(limits.max_position, config.session_len or limits.max_position)
         """Most tokens of prompt, history and answer together."""
         self._pool_tokens = pool_tokens(limits, 0 if images is None else images.processor.joint)

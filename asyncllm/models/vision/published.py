@@ -13,6 +13,7 @@ from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.molmo import read_molmo
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.phi3_v import read_phi3_v
+from asyncllm.models.vision.phi4 import read_phi4
 from asyncllm.models.vision.qwen_visual import read_qwen_visual
 from asyncllm.models.vision.xcomposer2 import read_xcomposer2
 
@@ -30,6 +31,8 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "MiniGeminiLlamaForCausalLM": read_mgm,
     "MolmoForCausalLM": read_molmo,
     "Phi3VForCausalLM": read_phi3_v,
+    "Phi4MMForCausalLM": read_phi4,
+    "Phi4MultimodalForCausalLM": read_phi4,
     "QWenLMHeadModel": read_qwen_visual,
 }
 
@@ -45,6 +48,9 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "MiniGeminiLlamaForCausalLM": "the same, as they were called first",
     "MolmoForCausalLM": "Molmo-7B-D, 7B-O and 72B of September 2024",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
+    "Phi4MMForCausalLM": "Phi-4-multimodal: text and images, of which the latter are read with the adapter in "
+    "`vision-lora`",
+    "Phi4MultimodalForCausalLM": "the same, as transformers has it",
     "QWenLMHeadModel": "Qwen-VL, the first generation",
 }
 """Architecture -> the models that come under it."""

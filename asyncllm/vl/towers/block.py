@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
@@ -117,14 +118,26 @@ class Attention(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         count, length, _ = x.shape
+        q, k, v = self._heads(x)
+        attended = kernels.segment_attention(q, k, v, kernels.split_segments([length] * count, x.device))
+        out: Tensor = self.out(attended.view(count, length, -1))
+        return out
+
+    def among(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Return the same where tokens see some alone: `seen` [N, T] bool."""
+        q, k, v = (each.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for each in self._heads(x))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of all tokens [N * T, heads, size]."""
         qkv = self.qkv(x.flatten(0, 1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.chunk(3, -1)
             qkv = torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], -1)
-        q, k, v = qkv.view(count * length, 3, self.num_heads, -1).unbind(1)
-        attended = kernels.segment_attention(q, k, v, kernels.split_segments([length] * count, x.device))
-        out: Tensor = self.out(attended.view(count, length, -1))
-        return out
+        heads: Tensor = qkv.view(len(qkv), 3, self.num_heads, -1)
+        return heads.unbind(1)
 
 
 class Block(Layer):
@@ -153,7 +166,13 @@ class Block(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, T, hidden] -> the same."""
-        branch = self.attn(self.attn_norm(x))
+        return self._behind(self.attn(self.attn_norm(x)), x)
+
+    def among(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Return the same where tokens see some alone: `seen` [N, T] bool."""
+        return self._behind(self.attn.among(self.attn_norm(x), seen), x)
+
+    def _behind(self, branch: Tensor, x: Tensor) -> Tensor:
         if self.attn_scale is None or self.mlp_scale is None:
             h, x = self.mlp_norm.add(branch, x)
             out: Tensor = x + self.down(self._activation(self.up(h)))

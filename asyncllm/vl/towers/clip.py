@@ -13,7 +13,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import PatchEmbedding, Table, TowerActivation
 
-__all__ = ["ClipConfig", "ClipEncoder", "clip_weights", "timm_weights"]
+__all__ = ["ClipConfig", "ClipEncoder", "clip_weights", "share_places", "timm_weights"]
 
 
 class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +65,13 @@ class ClipEncoder(Layer):
         )
         self.last_norm = LayerNorm(size, config.eps) if config.final_norm else None
 
-    def forward(self, pixels: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
+    def forward(
+        self, pixels: Tensor, num_layers: int, places: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
-        one. `places` [tokens]: which of the learned positions each has, if not its own."""
-        return self._read(self.patches.of_images(pixels), [num_layers], places)[0]
+        one. `places` [tokens] or [N, tokens]: which of the learned positions each has, if not its own. `seen`
+        [N, tokens] bool: which of them the others see, if not all."""
+        return self._read(self.patches.of_images(pixels), [num_layers], places, seen)[0]
 
     def several(self, pixels: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """Do as `forward` for each of several numbers of layers."""
@@ -78,7 +81,9 @@ class ClipEncoder(Layer):
         """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
         return self._read(self.patches(patches), [num_layers], places)[0]
 
-    def _read(self, x: Tensor, counts: Sequence[int], places: Tensor | None) -> list[Tensor]:
+    def _read(
+        self, x: Tensor, counts: Sequence[int], places: Tensor | None, seen: Tensor | None = None
+    ) -> list[Tensor]:
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
         x = x + (self.positions() if places is None else self.positions()[places])
@@ -86,12 +91,20 @@ class ClipEncoder(Layer):
             x = self.first_norm(x)
         found = {0: x}
         for number, layer in enumerate(self.layers[: max(counts)], 1):
-            x = layer(x)
+            x = layer(x) if seen is None else layer.among(x, seen)  # type: ignore[operator]
             if number in counts:
                 found[number] = x
         if self.last_norm is not None and len(self.layers) in found:
             found[len(self.layers)] = self.last_norm(x)
         return [found[count] for count in counts]
+
+
+def share_places(count: int, side: int) -> Tensor:
+    """Return which of `side` learned positions each of `count` patches along an axis has, and `side` of them in all:
+    that of its share of the picture's side, as float32 rounds it, which is not its own everywhere."""
+    edges = torch.arange(1 / side, 1.0, 1 / side)
+    shares = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
+    return torch.bucketize(shares, edges, right=True)
 
 
 def clip_weights(source: str, target: str) -> Mapping[str, str]:

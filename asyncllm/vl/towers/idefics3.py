@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
-from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, share_places
 from asyncllm.vl.towers.parts import Dense, fold_squares
 
 __all__ = ["Idefics3TowerConfig", "Idefics3VisionTower"]
@@ -53,10 +53,7 @@ class Idefics3VisionTower(PlannedTower):
         return projected.flatten(0, 1)
 
     def _places(self) -> Tensor:
-        """Return the position that each patch has among the learned ones: that of its share of the picture's side, as
-        float32 rounds it, which is not its own everywhere."""
+        """Return the position that each patch has among the learned ones."""
         side = self.config.encoder.side
-        edges = torch.arange(1 / side, 1.0, 1 / side)
-        shares = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
-        index = torch.bucketize(shares, edges, right=True)
+        index = share_places(side, side)
         return (index[:, None] * side + index).flatten()

@@ -13,6 +13,7 @@ from tests.vl.published.minicpm_v import MiniCPMV25, MiniCPMV26, MiniCPMV40, Min
 from tests.vl.published.model import PublishedModel
 from tests.vl.published.molmo import MolmoD, MolmoO
 from tests.vl.published.phi3_v import Phi3V
+from tests.vl.published.phi4 import Phi4, Phi4Published
 from tests.vl.published.qwen_visual import QwenVisual
 from tests.vl.published.xcomposer2 import XComposer2, XComposer24khd, XComposer25
 
@@ -34,6 +35,8 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "molmo_d": MolmoD,
     "molmo_o": MolmoO,
     "phi3_v": Phi3V,
+    "phi4": Phi4,
+    "phi4_mm": Phi4Published,
     "qwen_visual": QwenVisual,
     "xcomposer2": XComposer2,
     "xcomposer2_4khd": XComposer24khd,

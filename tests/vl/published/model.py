@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,6 +45,9 @@ class PublishedModel(nn.Module):
     def renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state as files have it."""
         raise NotImplementedError
+
+    def write_beside(self, folder: Path) -> None:
+        """Write what the folder has besides."""
 
     def features(self, images: Sequence[Image.Image]) -> Tensor:
         """Return the features of all images, one after the other [rows, hidden]."""

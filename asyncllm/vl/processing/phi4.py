@@ -1,0 +1,69 @@
+"""Images in tiles as they are, or as many as there may be, for Phi-4-multimodal: what an image does not fill is white
+and not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from asyncllm.errors import InvalidMessage
+from asyncllm.prompt_image import PromptImage
+from asyncllm.vl.processing.hd import WHITE, HdProcessor
+from asyncllm.vl.processing.settings import PictureSettings, resized
+from asyncllm.vl.processing.tiles import tile_grid
+
+__all__ = ["PlainHdProcessor"]
+
+LEAST = 10
+"""Pixels along a side."""
+
+
+class PlainHdProcessor(HdProcessor):
+    """Tiles [1 + rows * columns, 3, side, side], the whole first. An image lies in the upper left corner of them."""
+
+    adapter_name = "vision"
+
+    def __init__(self, settings: PictureSettings, *, patch: int, **rest: Any) -> None:
+        """`patch`: its side in pixels."""
+        super().__init__(settings, **rest)
+        self._patch = patch
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        tiled = super().prepare(image, options)
+        canvas = (tiled.tiles[0] * self._side, tiled.tiles[1] * self._side)
+        scaled = _fitted(tiled.size, canvas)
+        # A patch with any of the image counts.
+        rows, columns = (
+            (whole - (whole - own) // self._patch * self._patch) // self._patch
+            for whole, own in zip(canvas, scaled, strict=True)
+        )
+        # A square of patches is a token; rows of them have an end, and a separator comes before the picture of all.
+        down, across = -(-rows // 2), -(-columns // 2)
+        length = down * (across + 1) + 1 + self._tokens * (self._tokens + 1)
+        digest = tiled.digest + b"%d,%d" % (rows, columns)
+        return msgspec.structs.replace(tiled, length=length, digest=digest, pictures=((rows, columns),))
+
+    def _canvas(self, image: Image.Image, most: int) -> Image.Image:
+        side = self._side
+        columns, rows = math.ceil(image.width / side), math.ceil(image.height / side)
+        if columns * rows > most:
+            columns, rows = tile_grid(image.width, image.height, side, 1, most)
+        height, width = _fitted((image.height, image.width), (rows * side, columns * side))
+        if min(height, width) < LEAST:
+            raise InvalidMessage(
+                f"The image of {image.width} x {image.height} is so long that this model's preparation makes {width} x "
+                f"{height} pixels of it. Cut it into several."
+            )
+        canvas = Image.new("RGB", (columns * side, rows * side), WHITE)
+        canvas.paste(resized(image, height, width, self.settings.resample))
+        return canvas
+
+
+def _fitted(size: tuple[int, int], canvas: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width that an image of this size is scaled to, so that it fills one side of a canvas."""
+    down, across = canvas[0] / size[0], canvas[1] / size[1]
+    return (int(size[0] * across), canvas[1]) if across < down else (canvas[0], int(size[1] * down))
