@@ -104,7 +104,7 @@ async def test_the_owner_loads_and_unloads(tmp_path: Path) -> None:
             ({"lora_name": "y", "lora_path": "a\0b"}, 404),
         ):
             assert (await owner(served, LOAD, **body))[0] == expected, body
-        assert (await owner(served, LOAD, lora_name="x", lora_path="new"))[1]["error"]["param"] == "lora_name"
+        assert '"param":"lora_name"' in (await owner(served, LOAD, lora_name="x", lora_path="new"))[1]
         status, _ = await owner(served, LOAD, lora_name="x", lora_path="new", load_inplace=True)
         assert status == 200
         assert fake.executor.device.adapters == {1, 2, 4}, "what it replaced is gone"
