@@ -35,7 +35,9 @@ __all__ = [
     "PrefillConfig",
     "PrefillTiles",
     "decode_config",
+    "divide_keys",
     "key_tile",
+    "list_tiles",
     "padded_head_dim",
     "plan_decode_attention",
     "plan_prefill_attention",
@@ -334,10 +336,36 @@ def plan_decode_attention(
     num_rows = kv_lens.shape[0]
     shape, config = _shape(num_heads, cache), decode_config(cache, num_rows)
     grid = processors(kv_lens.device) * config.blocks_per_processor
-    integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
-    work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
     numbers = 2 * grid * shape.group * (shape.head_dim + 2)
     partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
+    work = divide_keys(
+        block_tables,
+        kv_lens,
+        grid,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=shape.block_size,
+        tile=config.tile,
+        min_tiles=config.min_tiles,
+        window=window,
+    )
+    return DecodeWork(work, partials, block_tables, block_tables.stride(0), shape, config, grid, window or 0)
+
+
+def divide_keys(
+    block_tables: Tensor,
+    kv_lens: Tensor,
+    grid: int,
+    *,
+    num_kv_heads: int,
+    block_size: int,
+    tile: int,
+    min_tiles: int,
+    window: int | None = None,
+) -> Tensor:
+    """Return which keys each block of the grid attends to, as `DecodeWork.work`. Raises ValueError as `key_tile`."""
+    num_rows = kv_lens.shape[0]
+    integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
+    work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
     block_rows = max(256, triton.next_power_of_2(num_rows))
     block_grid = max(1, 8192 // block_rows)
     launch(
@@ -345,14 +373,14 @@ def plan_decode_attention(
         (-(-grid // block_grid), 1, 1),
         (block_tables, kv_lens, work),
         (block_tables.stride(0), num_rows, window or 0, grid),
-        NUM_KV_HEADS=shape.num_kv_heads,
-        PAGE=shape.block_size,
-        TILE=key_tile(shape.block_size, config.tile),
-        MIN_TILES=config.min_tiles,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE=block_size,
+        TILE=key_tile(block_size, tile),
+        MIN_TILES=min_tiles,
         BLOCK_ROWS=block_rows,
         BLOCK_GRID=block_grid,
     )
-    return DecodeWork(work, partials, block_tables, block_tables.stride(0), shape, config, grid, window or 0)
+    return work
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["q_offsets", "kv_lens"])
@@ -420,6 +448,15 @@ def plan_prefill_attention(
     key_tile(shape.block_size, config.tile)
     tokens = config.rows // group
     capacity = num_rows * -(-max_q_len // tokens)
+    entries = list_tiles(q_offsets, kv_lens, capacity, tokens)
+    return PrefillTiles(
+        entries, block_tables, block_tables.stride(0), shape, config, tokens, num_rows, capacity, window or 0
+    )
+
+
+def list_tiles(q_offsets: Tensor, kv_lens: Tensor, capacity: int, tokens: int) -> Tensor:
+    """Return `PrefillTiles.entries` with room for `capacity` tiles of so many queries."""
+    num_rows = kv_lens.shape[0]
     entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
     launch(
         plan_prefill_kernel,
@@ -430,9 +467,7 @@ def plan_prefill_attention(
         BLOCK_ROWS=max(256, triton.next_power_of_2(num_rows)),
         BLOCK_TILES=64,
     )
-    return PrefillTiles(
-        entries, block_tables, block_tables.stride(0), shape, config, tokens, num_rows, capacity, window or 0
-    )
+    return entries
 
 
 def _shape(num_heads: int, cache: KVCache) -> AttentionShape:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.latent import LatentKV
-from asyncllm.kernels.triton.attention.plan import plan_prefill_kernel
+from asyncllm.kernels.triton.attention.plan import list_tiles
 from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, last_factor
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, launch
@@ -73,16 +73,7 @@ def plan_expanded_prefill(
     """See `asyncllm.kernels.expanded.plan_expanded_prefill`."""
     config = EXPANDED_CONFIGS[cache.pages.element_size()]
     num_tiles = sum(-(-count // config.rows) for count, _ in rows)
-    entries = torch.empty(1 + num_tiles, 4, dtype=torch.int32, device=kv_lens.device)
-    launch(
-        plan_prefill_kernel,
-        (len(rows), 1, 1),
-        (q_offsets, kv_lens, entries),
-        (len(rows),),
-        TOKENS=config.rows,
-        BLOCK_ROWS=max(256, triton.next_power_of_2(len(rows))),
-        BLOCK_TILES=64,
-    )
+    entries = list_tiles(q_offsets, kv_lens, num_tiles, config.rows)
     starts = kv_lens.cumsum(0, dtype=torch.int32).sub_(kv_lens)
     keys = [count for _, count in rows]
     return ExpandedRows(entries, starts, kv_lens, block_tables, config, num_heads, sum(keys), max(keys), num_tiles)

@@ -9,15 +9,7 @@ import triton
 from torch import Tensor
 
 from asyncllm.kernels.latent import LatentKV
-from asyncllm.kernels.triton.attention.plan import (
-    ENTRY,
-    HEADER,
-    key_tile,
-    plan_decode_kernel,
-    plan_prefill_kernel,
-    processors,
-)
-from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.attention.plan import divide_keys, key_tile, list_tiles, processors
 
 __all__ = [
     "DECODE_CONFIGS",
@@ -153,26 +145,18 @@ def _shape(num_heads: int, cache: LatentKV) -> LatentShape:
 
 def plan_latent_decode(block_tables: Tensor, kv_lens: Tensor, cache: LatentKV, *, num_heads: int) -> LatentDecodeWork:
     """See `asyncllm.kernels.latent.plan_latent_decode`."""
-    num_rows = kv_lens.shape[0]
     shape, config = _shape(num_heads, cache), decode_config(cache, num_heads)
     grid = processors(kv_lens.device) * config.blocks_per_processor
-    integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
-    work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
     numbers = 2 * grid * config.heads * (shape.rank + 2)
     partials = torch.empty(numbers, dtype=torch.float32, device=kv_lens.device)
-    block_rows = max(256, triton.next_power_of_2(num_rows))
-    block_grid = max(1, 8192 // block_rows)
-    launch(
-        plan_decode_kernel,
-        (-(-grid // block_grid), 1, 1),
-        (block_tables, kv_lens, work),
-        (block_tables.stride(0), num_rows, 0, grid),
-        NUM_KV_HEADS=-(-num_heads // config.heads),
-        PAGE=shape.block_size,
-        TILE=key_tile(shape.block_size, config.tile),
-        MIN_TILES=config.min_tiles,
-        BLOCK_ROWS=block_rows,
-        BLOCK_GRID=block_grid,
+    work = divide_keys(
+        block_tables,
+        kv_lens,
+        grid,
+        num_kv_heads=-(-num_heads // config.heads),
+        block_size=shape.block_size,
+        tile=config.tile,
+        min_tiles=config.min_tiles,
     )
     return LatentDecodeWork(work, partials, block_tables, block_tables.stride(0), shape, config, grid)
 
@@ -194,16 +178,7 @@ def plan_latent_prefill(
     heads = min(config.rows, triton.next_power_of_2(num_heads))
     tokens = config.rows // heads
     capacity = num_rows * -(-max_q_len // tokens)
-    entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
-    launch(
-        plan_prefill_kernel,
-        (num_rows, 1, 1),
-        (q_offsets, kv_lens, entries),
-        (num_rows,),
-        TOKENS=tokens,
-        BLOCK_ROWS=max(256, triton.next_power_of_2(num_rows)),
-        BLOCK_TILES=64,
-    )
+    entries = list_tiles(q_offsets, kv_lens, capacity, tokens)
     return LatentPrefillTiles(
         entries, block_tables, block_tables.stride(0), shape, config, heads, tokens, num_rows, capacity
     )
