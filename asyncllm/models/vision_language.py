@@ -17,6 +17,7 @@ from asyncllm.models.vision.glm4v import read_glm4v, read_glm_ocr
 from asyncllm.models.vision.got_ocr2 import read_got_ocr2
 from asyncllm.models.vision.idefics3 import read_idefics3
 from asyncllm.models.vision.intern_vl import read_intern_vl
+from asyncllm.models.vision.lfm2_vl import read_lfm2_vl
 from asyncllm.models.vision.llama4 import read_llama4
 from asyncllm.models.vision.llava import read_deepseek_vl, read_janus, read_llava, read_onevision, read_vip_llava
 from asyncllm.models.vision.llava_original import read_original_llava
@@ -78,6 +79,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "InternVLChatModel": read_intern_vl,
     "InternVLForConditionalGeneration": read_intern_vl,
     "JanusForConditionalGeneration": read_janus,
+    "Lfm2VlForConditionalGeneration": read_lfm2_vl,
     "LightOnOCRForConditionalGeneration": read_lighton_ocr,
     "LightOnOcrForConditionalGeneration": read_lighton_ocr,
     "Llama4ForConditionalGeneration": read_llama4,
@@ -127,6 +129,7 @@ VISION_MODELS: Mapping[str, str] = {
     "authors published them",
     "InternVLForConditionalGeneration": "the same, as transformers has them",
     "JanusForConditionalGeneration": "Janus, Janus-Pro 1B and 7B, as transformers has them, answering in text",
+    "Lfm2VlForConditionalGeneration": "LFM2-VL 450M, 1.6B, 3B and LFM2.5-VL",
     "LightOnOCRForConditionalGeneration": "LightOnOCR 1B, as its authors published it",
     "LightOnOcrForConditionalGeneration": "the same, as transformers has it",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
@@ -177,7 +180,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
-    "Lfm2VlForConditionalGeneration": Refused("LFM2-VL", _OWN_TOWER, "SmolVLMForConditionalGeneration"),
     "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MiniCPMO": Refused("MiniCPM-o", "its parts that hear and speak are not told from the others", "MiniCPMV"),

@@ -19,6 +19,7 @@ from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, Padded
 from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
+from asyncllm.vl.processing.lfm2_vl import SquaresProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
@@ -296,6 +297,11 @@ def _got_ocr2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _lfm2_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    read = PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR)
+    return SquaresProcessor(read, token_id=image_token(fields, 396))
+
+
 def _janus(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     processor = _deepseek({"image_token_id": 100581, **fields}, settings, where)
     begin, end = (token_of(Path(where).parent, f"<{name}_of_image>") for name in ("begin", "end"))
@@ -414,6 +420,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "InternVLChatModel": _intern,
     "InternVLForConditionalGeneration": _intern,
     "JanusForConditionalGeneration": _janus,
+    "Lfm2VlForConditionalGeneration": _lfm2_vl,
     "LightOnOCRForConditionalGeneration": _lighton_ocr,
     "LightOnOcrForConditionalGeneration": _lighton_ocr,
     "Llama4ForConditionalGeneration": _llama4,

@@ -22,6 +22,7 @@ from asyncllm import Response
 from tests.checkpoints import perturb, write_tokenizer
 from tests.vl.cohere2_pictures import cohere2_pictures
 from tests.vl.kinds import KINDS
+from tests.vl.lfm2_pictures import lfm2_pictures
 from tests.vl.llama4_pictures import llama4_pictures
 from tests.vl.published.families import PUBLISHED
 from tests.vl.tiny_parts import IMAGE_ID, TEXT
@@ -107,6 +108,8 @@ def image_processor_of(folder: Path) -> Any:
         return llama4_pictures(fields)
     if fields["image_processor_type"] == "Cohere2VisionImageProcessor":
         return cohere2_pictures(fields)
+    if fields["image_processor_type"] == "Lfm2VlImageProcessor":
+        return lfm2_pictures(fields)
     # Not torchvision's where that is installed: its resized pixels differ by one step of 255.
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 

@@ -292,6 +292,7 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("paddleocr_vl", flat_qwen, None),
     ("llava", moved_llava, None),
     ("llava", old_llava, None),
+    ("lfm2_vl", old_llava, None),
     ("llava", original_llava, "LlavaLlamaForCausalLM"),
     ("llava_next", original_llava, "LlavaMistralForCausalLM"),
     ("onevision", original_onevision, "LlavaQwenForCausalLM"),

@@ -1,4 +1,4 @@
-"""Kinds of tiny checkpoints whose towers take images of any size as patches: Qwen's and GLM's."""
+"""Kinds of tiny checkpoints whose towers take images of any size as patches."""
 
 from __future__ import annotations
 
@@ -270,7 +270,45 @@ def _paddleocr_vl() -> Kind:
     return config, pictures, ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"], None
 
 
+def _lfm2_vl() -> Kind:
+    """Pictures of other sizes than the learned positions are for, and tiles of larger ones."""
+    from transformers import Lfm2VlConfig
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "num_patches": 25,
+        "vision_use_head": False,
+    }
+    text = {**TEXT, "model_type": "lfm2", "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+    text |= {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_theta": 500.0}}
+    config = Lfm2VlConfig(
+        vision_config={**tower, "model_type": "siglip2_vision_model"},
+        text_config={key: each for key, each in text.items() if key != "head_dim"},
+        image_token_id=IMAGE_ID,
+        projector_hidden_size=40,
+    )
+    pictures = {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": 4,
+        "tile_size": 32,
+        "min_tiles": 2,
+        "max_tiles": 4,
+        "min_image_tokens": 4,
+        "max_image_tokens": 12,
+        "image_mean": [0.5, 0.4, 0.5],
+        "image_std": [0.5, 0.5, 0.3],
+    }
+    shapes = [(row, column) for row in range(1, 5) for column in range(1, 5)]
+    names = [f"<|img_row_{row}_col_{column}|>" for row, column in shapes]
+    return config, pictures, ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *names], None
+
+
 NATIVE_KINDS = {
+    "lfm2_vl": _lfm2_vl,
     "paddleocr_vl": _paddleocr_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,

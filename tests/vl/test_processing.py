@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,17 @@ def test_pixels_are_those_of_transformers(kind: str) -> None:
                 expected = expected.reshape(len(expected), 3, 2, -1)
                 assert (expected[:, :, 0] == expected[:, :, 1]).all(), "an image is two equal frames"
                 expected = expected[:, :, 0]
+        if "spatial_shapes" in theirs:
+            shapes = [tuple(each) for each in theirs["spatial_shapes"].tolist()]
+            assert prepared.pictures == tuple(shapes), size
+            assert theirs["pixel_attention_mask"].sum(1).tolist() == [rows * columns for rows, columns in shapes]
+            expected = np.concatenate(
+                [
+                    each[: rows * columns].reshape(rows // 2, 2, columns // 2, 2, 16, 3).transpose(0, 2, 1, 3, 5, 4)
+                    for each, (rows, columns) in zip(expected, shapes, strict=True)
+                ],
+                axis=None,
+            )
         if "high_res_pixel_values" in theirs:
             expected = np.concatenate([theirs["high_res_pixel_values"].numpy().ravel(), expected.ravel()])
         expected = expected.reshape(prepared.pixels.shape)
@@ -147,6 +160,31 @@ def test_canvases_of_llama_4(largest: bool, tmp_path: Path) -> None:
         assert prepared.slots == (4,) * text.count("<|patch|>")
         assert prepared.length == 4 * len(prepared.pixels)
     assert len(shapes) > 4
+
+
+def test_places_of_lfm2_vl() -> None:
+    from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+    processor = open_processor(folder_of("lfm2_vl"))
+    assert processor is not None
+    names = {"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>"}
+    texts = SimpleNamespace(
+        **{f"{name}_token": text for name, text in names.items()}, image_thumbnail_token="<|img_thumbnail|>"
+    )
+    tiled = 0
+    for seed, size in enumerate(SIZES):
+        prepared = processor.prepare(picture(seed, *size), {})
+        *tiles, (rows, columns) = prepared.pictures
+        grid = [int(each) for each in re.findall(r"row_(\d+)_col_(\d+)", prepared.text)[-1]] if tiles else [1, 1]
+        expected = Lfm2VlProcessor._build_image_tokens(texts, *grid, 16, rows * columns // 4, True, True)
+        pieces = prepared.text.split("<image>")
+        counts = [*prepared.slots, 0]
+        assert "".join(text + "<image>" * count for text, count in zip(pieces, counts, strict=True)) == expected
+        tiled += bool(tiles)
+    assert tiled > 5
+    for line in ((3000, 1), (1, 3000)):
+        with pytest.raises(InvalidMessage, match="Cut it"):
+            processor.prepare(picture(1, *line), {})
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -13,7 +13,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import PatchEmbedding, Table, TowerActivation
 
-__all__ = ["ClipConfig", "ClipEncoder", "clip_weights", "share_places", "timm_weights"]
+__all__ = ["ClipConfig", "ClipEncoder", "ColoursLast", "clip_weights", "share_places", "timm_weights"]
 
 
 class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,22 +71,28 @@ class ClipEncoder(Layer):
         """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
         one. `places` [tokens] or [N, tokens]: which of the learned positions each has, if not its own. `seen`
         [N, tokens] bool: which of them the others see, if not all."""
-        return self._read(self.patches.of_images(pixels), [num_layers], places, seen)[0]
+        return self._read(self.patches.of_images(pixels), [num_layers], self._places(places), seen)[0]
 
     def several(self, pixels: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """Do as `forward` for each of several numbers of layers."""
-        return self._read(self.patches.of_images(pixels), counts, None)
+        return self._read(self.patches.of_images(pixels), counts, self.positions())
 
-    def of_patches(self, patches: Tensor, num_layers: int, places: Tensor | None = None) -> Tensor:
-        """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]."""
-        return self._read(self.patches(patches), [num_layers], places)[0]
+    def of_patches(
+        self, patches: Tensor, num_layers: int, places: Tensor | None = None, *, positions: Tensor | None = None
+    ) -> Tensor:
+        """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]. `positions`
+        [tokens, hidden]: in the place of learned ones."""
+        own = self._places(places) if positions is None else positions
+        return self._read(self.patches(patches), [num_layers], own)[0]
 
-    def _read(
-        self, x: Tensor, counts: Sequence[int], places: Tensor | None, seen: Tensor | None = None
-    ) -> list[Tensor]:
+    def _places(self, places: Tensor | None) -> Tensor:
+        learned: Tensor = self.positions()
+        return learned if places is None else learned[places]
+
+    def _read(self, x: Tensor, counts: Sequence[int], positions: Tensor, seen: Tensor | None = None) -> list[Tensor]:
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
-        x = x + (self.positions() if places is None else self.positions()[places])
+        x = x + positions
         if self.first_norm is not None:
             x = self.first_norm(x)
         found = {0: x}
@@ -97,6 +103,20 @@ class ClipEncoder(Layer):
         if self.last_norm is not None and len(self.layers) in found:
             found[len(self.layers)] = self.last_norm(x)
         return [found[count] for count in counts]
+
+
+class ColoursLast(PatchEmbedding):
+    """The checkpoint has a product of each patch's numbers, pixel by pixel, the three colours of one together."""
+
+    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
+        return {**super().expected_parts(), ("weight", None, None): (len(self.weight), self.weight[0].numel())}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        if suffix != "weight":
+            return super().load_part(suffix, part, index, tensor)
+        out, colours, *window = self.weight.shape
+        self.weight.copy_(tensor.view(out, *window, colours).permute(0, 3, 1, 2))
+        return None
 
 
 def share_places(count: int, side: int) -> Tensor:

@@ -13,8 +13,8 @@ from asyncllm.layers.layer import Layer
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.molmo import POOL, CropGrid
 from asyncllm.vl.tower import TowerConfig, VisionTower
-from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder
-from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, fold_squares
+from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, ColoursLast
+from asyncllm.vl.towers.parts import Dense, Table, fold_squares
 
 __all__ = ["MolmoConfig", "MolmoTower"]
 
@@ -80,7 +80,7 @@ class MolmoTower(VisionTower):
         self.config = config
         size = config.encoder.hidden_size
         self.encoder = ClipEncoder(config.encoder)
-        self.encoder.patches = _ColoursLast((config.grid.patch, config.grid.patch), size, bias=False)
+        self.encoder.patches = ColoursLast((config.grid.patch, config.grid.patch), size, bias=False)
         self.padding = Table(2, 2 * size)
         self.pool = _Pool(2 * size, size, config.encoder.num_heads)
         self.gate, self.up = (Dense(size, config.intermediate_size, bias=False) for _ in range(2))
@@ -128,17 +128,6 @@ class MolmoTower(VisionTower):
         marks, config = self.marks(), self.config
         lines = torch.cat([picture, marks[config.row_end].expand(len(picture), 1, -1)], 1).flatten(0, 1)
         return torch.cat([marks[config.start, None], lines, marks[config.end, None]])
-
-
-class _ColoursLast(PatchEmbedding):
-    """The checkpoint has each patch's numbers pixel by pixel, the three colours of one together."""
-
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {("weight", None, None): (len(self.weight), self.weight[0].numel())}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        out, colours, *window = self.weight.shape
-        self.weight.copy_(tensor.view(out, *window, colours).permute(0, 3, 1, 2))
 
 
 class _Pool(Layer):
