@@ -32,8 +32,9 @@ from asyncllm.agent.pending_step import PendingStep, abandon
 from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
 from asyncllm.agent.sampling.sampler import Sampler
 from asyncllm.agent.sleep import ModelPlacement
+from asyncllm.agent.step.fixed_rows import FixedRows
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
-from asyncllm.agent.step.split_step import decode_rows, prefill_halves
+from asyncllm.agent.step.split_step import compute_in_parts
 from asyncllm.agent.step.tables import SlotTables, StepTensors
 from asyncllm.agent.warm_up import CapturedPart, filling, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
 from asyncllm.config import EngineConfig
@@ -162,22 +163,9 @@ class ModelAgent:
             mixed=self._mixed_sizes,
             layer_groups=self._layout.layer_groups,
         )
-        vocab_size = self.model.config.vocab_size
-        self.sampler = Sampler(num_slots, vocab_size, self._device, group=opened.group)
-        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
-        self._drawn_positions = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
-        self._flags = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
-        self._results = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
+        self.sampler = Sampler(num_slots, self.model.config.vocab_size, self._device, group=opened.group)
+        self._fixed_rows = FixedRows(self.model, self._tables, self.sampler, max_rows=max_rows, dtype=self._dtype)
         self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
-        # A model with a final softcap gives float32.
-        logits = self.model.rank_logits(
-            torch.zeros(1, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
-        )
-        self._logits = torch.zeros(max_rows, logits.shape[1], dtype=logits.dtype, device=self._device)
-        self._own_rows = self._logits
-        """Where ranks put the whole logits of their rows, if the draw takes them."""
-        if self.sampler.ranks is not None:
-            self._own_rows = logits.new_zeros(self.sampler.ranks.count(max_rows), vocab_size)
         most = max((size.tokens for size in self._mixed_sizes), default=0)
         self._residual = torch.zeros(most, self.model.stream_size, dtype=self._dtype, device=self._device)
         vision, tower = self.model.config.vision, self.model.vision
@@ -259,15 +247,16 @@ class ModelAgent:
 
     def _captured_parts(self) -> list[CapturedPart]:
         """Return the parts of steps to capture, with their sizes."""
+        fixed = self._fixed_rows
         parts = [
             CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
-            CapturedPart(_FORWARD, self._decode_logits, self._decode_sizes),
-            CapturedPart(_SAMPLE, self._decode_tokens, self._decode_sizes, replayed=not self._in_group),
+            CapturedPart(_FORWARD, fixed.compute, self._decode_sizes),
+            CapturedPart(_SAMPLE, fixed.draw, self._decode_sizes, replayed=not self._in_group),
         ]
         if self._in_group:
-            parts += [CapturedPart(_SAMPLE_LISTS, partial(self._decode_tokens, lists=True), self._decode_sizes)]
+            parts += [CapturedPart(_SAMPLE_LISTS, partial(fixed.draw, lists=True), self._decode_sizes)]
         if self._placement.adapters is not None:
-            mixed, forward = partial(self._mixed_residual, adapted=True), partial(self._decode_logits, adapted=True)
+            mixed, forward = partial(self._mixed_residual, adapted=True), partial(fixed.compute, adapted=True)
             parts += [replace(parts[0], name=_ADAPTED[_MIXED], launch=mixed)]
             parts += [replace(parts[1], name=_ADAPTED[_FORWARD], launch=forward)]
         return parts
@@ -404,50 +393,13 @@ class ModelAgent:
             self._streams.wait_for_downloads()
             lists = self.sampler.takes_lists(rows.slots)
             if self._in_group and not lists:
-                self._decode_tokens(size)
+                self._fixed_rows.draw(size)
             else:
                 graphs.replay(_SAMPLE_LISTS if lists else _SAMPLE, size)
-            slots, tokens, flags = self._tables.decode_slots[:size], self._tokens[:size], self._flags[:size]
-            results = self._results[: 2 * size].view(2, size)
-            if lists:
-                pending.download([results, self._no_flags])
-                return
-            logits = self._rows_of_rank(size)
-            # All rows of the graph: by their number ranks divide them.
-            host_slots, host_positions = np.full(size, -1), np.zeros(size, np.int64)
-            host_slots[:num_rows], host_positions[:num_rows] = rows.slots, rows.positions
-            if self.sampler.edit_and_redraw(
-                logits, host_slots, host_positions, slots, self._drawn_positions[:size], tokens, flags
-            ):
-                kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
-            pending.logprobs = self.sampler.logprobs(logits, host_slots, tokens)
+            results, pending.logprobs = self._fixed_rows.read(rows, size, lists=lists)
             pending.download([results, self._no_flags])
 
         self._sample_when_possible(pending, sample)
-
-    def _decode_logits(self, num_rows: int, *, adapted: bool = False) -> None:
-        """Compute the logits of the fixed rows. Captured."""
-        hidden = self.model(self._tables.decode_inputs(num_rows, adapted=adapted))
-        self.model.rank_logits(hidden, self._logits[:num_rows])
-
-    def _rows_of_rank(self, num_rows: int) -> Tensor:
-        """Return where the whole logits of this rank's share of `num_rows` fixed rows are, unless a draw went without
-        them."""
-        return self._own_rows[: num_rows if self.sampler.ranks is None else self.sampler.ranks.count(num_rows)]
-
-    def _decode_tokens(self, num_rows: int, *, lists: bool = False) -> None:
-        """Draw the fixed rows' tokens, as ranks from `lists`. Captured."""
-        slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
-        tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
-        drawn = torch.add(positions, 1, out=self._drawn_positions[:num_rows])
-        logits = self._logits[:num_rows]
-        if lists:
-            self.sampler.draw_from_lists(logits, slots, drawn, tokens, flags)
-        else:
-            own = self.sampler.own_rows(logits, self._rows_of_rank(num_rows))
-            self.sampler.draw(own, slots, drawn, tokens, flags)
-        results = self._results[: 2 * num_rows].view(2, num_rows)
-        kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, results)
 
     def _mixed_residual(self, size: MixedSize, *, adapted: bool = False) -> None:
         """Compute all layers but the last one of a step with prompt tokens. Captured."""
@@ -464,16 +416,12 @@ class ModelAgent:
 
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
         """Launch any step, as far as possible from the graphs."""
-        if batch.copies:
-            pairs = upload(np.array(batch.copies, np.int64), self._device)
-            for part in self._pool:
-                kernels.copy_blocks(part, pairs[:, 0], pairs[:, 1])
+        self._copy_blocks(batch)
         if not batch.decode and not batch.prefill:
             self._tables.flush()
             pending.download([])
             return
-        whole = any(row.reads_all for row in batch.prefill)
-        whole = whole or self.model.config.num_layers < 2
+        whole = self.model.config.num_layers < 2 or any(row.reads_all for row in batch.prefill)
         features = self._features(batch, pending)
         joint = () if features is None else joint_tokens(batch)
         captured = graphs is not None and not whole and not joint
@@ -493,37 +441,38 @@ class ModelAgent:
         if batch.prefill:
             # Chunks that do not sample are checked too: blocks of a bad one may not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
-        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
-            if row.scored and row.slot not in pending.failed:
-                score = partial(
-                    PromptScores, row, stream[first : first + len(row.tokens)], self.model, self.sampler.ranks
-                )
-                self._launch_extra(pending, [row], score)
-        pooled = [row for row in batch.prefill if row.pooling is not None]
-        if pooled:
-            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden, self.model.score))
+        self._launch_extras(step, pending, hidden, stream)
         logits = self.model.rank_logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
-            count = len(rows.slots)
-            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-            flags = torch.empty(count, dtype=torch.int32, device=self._device)
-            results = torch.empty(2, count, dtype=torch.int32, device=self._device)
             self.sampler.follow(batch.prefill)
-            if count:
-                if self.sampler.takes_lists(rows.slots):
-                    self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
-                elif not self.sampler.take_largest(logits, rows.slots, tokens, flags):
-                    own = self.sampler.own_rows(logits)
-                    self.sampler.draw(own, step.slots, step.positions, tokens, flags)
-                    self.sampler.edit_and_redraw(
-                        own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
-                    )
-                    pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
-                kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
-            pending.download([results, unsound])
+            pending.download([self._draw(step, logits, pending), unsound])
 
         self._sample_when_possible(pending, sample)
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        if batch.copies:
+            pairs = upload(np.array(batch.copies, np.int64), self._device)
+            for part in self._pool:
+                kernels.copy_blocks(part, pairs[:, 0], pairs[:, 1])
+
+    def _draw(self, step: StepTensors, logits: Tensor, pending: PendingStep) -> Tensor:
+        """Launch the draw of the step's tokens, from the rank's logits [R, V]. Return tokens and flags [2, R] int32."""
+        rows, count = step.arrays.rows, len(step.arrays.rows.slots)
+        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+        flags = torch.empty(count, dtype=torch.int32, device=self._device)
+        results = torch.empty(2, count, dtype=torch.int32, device=self._device)
+        if not count:
+            return results
+        if self.sampler.takes_lists(rows.slots):
+            self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
+        elif not self.sampler.take_largest(logits, rows.slots, tokens, flags):
+            own = self.sampler.own_rows(logits)
+            self.sampler.draw(own, step.slots, step.positions, tokens, flags)
+            self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
+            pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
+        kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
+        return results
 
     def _features(self, batch: Batch, pending: PendingStep) -> Tensor | None:
         """Return the features of the step's image tokens [F, hidden], or None if it has none.
@@ -542,6 +491,17 @@ class ModelAgent:
         counts = self._images.counts(batch)
         pending.failed |= dict.fromkeys(counts, OUT_OF_MEMORY)
         return torch.zeros(sum(counts.values()), self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+
+    def _launch_extras(self, step: StepTensors, pending: PendingStep, hidden: Tensor, stream: Tensor) -> None:
+        """Launch scores and pooling of prefill rows, of the hidden states that `_forward` returns."""
+        batch, rows = pending.batch, step.arrays.rows
+        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
+            if row.scored and row.slot not in pending.failed:
+                tokens = stream[first : first + len(row.tokens)]
+                self._launch_extra(pending, [row], partial(PromptScores, row, tokens, self.model, self.sampler.ranks))
+        pooled = [row for row in batch.prefill if row.pooling is not None]
+        if pooled:
+            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden, self.model.score))
 
     def _launch_extra(
         self, pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]
@@ -576,19 +536,9 @@ class ModelAgent:
                 # Neither other ranks nor states that have been advanced can repeat the step.
                 raise
         torch.cuda.empty_cache()
-        config = self.model.config
-        shape = (step.arrays.num_tokens, config.hidden_size)
-        hidden = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
-        if num_decode:
-            hidden[:num_decode] = self.model(decode_rows(step.inputs, num_decode))
-        try:
-            if step.inputs.joint:
-                raise torch.OutOfMemoryError  # halves of what is computed together are no help
-            for tokens, inputs in prefill_halves(step.arrays, step.inputs):
-                hidden[tokens] = self.model(inputs)
-        except torch.OutOfMemoryError:
+        hidden, complete = compute_in_parts(self.model, step, self._dtype)
+        if not complete:
             pending.failed = {row.slot: OUT_OF_MEMORY for row in pending.batch.prefill}
-            hidden[num_decode:] = torch.nan
         return _wanted(hidden, step), hidden
 
 

@@ -1,4 +1,4 @@
-"""Splits a step into parts that need less memory: its decode rows, and two halves of its prompt chunks."""
+"""Computes a step in parts that need less memory: its decode rows, and two halves of its prompt chunks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,32 @@ import torch
 from torch import Tensor
 
 from asyncllm.agent.step.slots import StepArrays
+from asyncllm.agent.step.tables import StepTensors
 from asyncllm.layers.step_inputs import KV_LENS, StepInputs
+from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["decode_rows", "prefill_halves"]
+__all__ = ["compute_in_parts", "decode_rows", "prefill_halves"]
+
+
+def compute_in_parts(model: DecoderLM, step: StepTensors, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Return the hidden states of a step's tokens [T, hidden], of which those of prompts are nan if the memory does not
+    suffice for their halves either, and whether it does."""
+    inputs, num_decode = step.inputs, step.arrays.num_decode
+    hidden = torch.full(
+        (step.arrays.num_tokens, model.config.hidden_size), torch.nan, dtype=dtype, device=inputs.positions.device
+    )
+    if num_decode:
+        hidden[:num_decode] = model(decode_rows(inputs, num_decode))
+    if inputs.joint:
+        # Halves of what is computed together are no help.
+        return hidden, False
+    try:
+        for tokens, half in prefill_halves(step.arrays, inputs):
+            hidden[tokens] = model(half)
+    except torch.OutOfMemoryError:
+        hidden[num_decode:] = torch.nan
+        return hidden, False
+    return hidden, True
 
 
 def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
