@@ -216,12 +216,13 @@ class AsyncEngine:
         return found.chat(prompt, gen_config, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
 
     def session(self) -> Session:
-        """Return a new, empty conversation."""
+        """Return a new, empty conversation. Raises EngineError."""
         self.check_running()
         return Session(self._lifecycle, self._lifecycle.sessions.new())
 
     async def stop_session(self, session_id: int) -> None:
-        """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far."""
+        """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far. Raises
+        EngineError."""
         loop = self.running()
         conversation = self._lifecycle.sessions.get(session_id)
         if conversation is not None:
@@ -399,7 +400,8 @@ class AsyncEngine:
     async def get_logits(
         self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
     ) -> Any:
-        """Return the logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated."""
+        """Return the logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated. Raises
+        InvalidRequest, RequestFailed, EngineError."""
         from asyncllm.agent.prompt_outputs import concatenate
 
         return concatenate((await self._scored("logits", input_ids, adapter_name, options)).logits)
@@ -407,7 +409,8 @@ class AsyncEngine:
     async def get_ppl(
         self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
     ) -> float:
-        """Return the mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""
+        """Return the mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity. Raises
+        InvalidRequest, RequestFailed, EngineError."""
         self.check_running()
         if isinstance(input_ids, Sequence) and len(input_ids) < 2:
             raise InvalidParameter("Perplexity needs at least 2 tokens: the first has nothing before it.", "input_ids")

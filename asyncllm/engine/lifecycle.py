@@ -92,51 +92,57 @@ class Lifecycle:
             tokenizer, template = self.files.texts()
             self._check_limits(config)
             self.encoder = PromptEncoder(tokenizer, template, self.limits, config, self.files.images)
-            adapters = self.files.config.adapters or {}
-            own = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in adapters.items()})
-            encoders = {name: encoder for name, encoder in own.items() if encoder is not None}
+            self.adapters = await self._configured_adapters()
             compiler = await self._open_grammars(executor, tokenizer, template)
-            grammars = Grammars(compiler, executor if isinstance(executor, TakesGrammars) else None)
-            scheduler = (self._make_scheduler or Scheduler)(
-                self.limits,
-                max_batch_size=config.max_batch_size,
-                prefill_budget=config.prefill_budget,
-                prefill_interval=config.prefill_interval,
-                prefix_caching=config.enable_prefix_caching,
-                swapping=config.eviction_type == "copy",
-                waiting=WaitingQueue(quality),
-            )
+            scheduler = self._new_scheduler(WaitingQueue(quality))
         except BaseException:
             self._state = "closed"
             if executor is not None:
                 await asyncio.shield(asyncio.get_running_loop().create_task(executor.close()))
             raise
         self._executor = executor
-        bounds = Backpressure(config.max_queued_requests, config.max_queued_tokens)
-        name = f"asyncllm-engine-{self._name}"
-        self.adapters = AdapterTable(self.limits.num_adapter_slots, adapters, self.limits.adapter_digests, encoders)
         self._loop = EngineLoop(
             scheduler,
             executor,
-            bounds,
+            Backpressure(config.max_queued_requests, config.max_queued_tokens),
             adapters=self.adapters,
             num_host_adapters=self.limits.num_host_adapters,
             gate=self.encoder.gate,
             observers=self.observers,
             stall_timeout=_stall_timeout(config, isolated=executor.isolated, device=self.limits.device),
-            name=name,
+            name=f"asyncllm-engine-{self._name}",
         )
         self.sessions = SessionTable(self._loop, tokenizer)
         self.inputs = InputProcessor(
             self.encoder,
             self.sessions,
-            grammars,
+            Grammars(compiler, executor if isinstance(executor, TakesGrammars) else None),
             has_head=self.limits.has_head,
             quality=quality,
             adapters=self.adapters,
         )
         self._state = "running"
         _live.add(self)
+
+    async def _configured_adapters(self) -> AdapterTable:
+        """Return the table of adapters, with those that the engine starts with. Raises ModelError, InvalidParameter."""
+        # The config with the folders that `files.find` has found.
+        paths = self.files.config.adapters or {}
+        own = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in paths.items()})
+        encoders = {name: encoder for name, encoder in own.items() if encoder is not None}
+        return AdapterTable(self.limits.num_adapter_slots, paths, self.limits.adapter_digests, encoders)
+
+    def _new_scheduler(self, waiting: WaitingQueue) -> Scheduler:
+        config = self.files.config
+        return (self._make_scheduler or Scheduler)(
+            self.limits,
+            max_batch_size=config.max_batch_size,
+            prefill_budget=config.prefill_budget,
+            prefill_interval=config.prefill_interval,
+            prefix_caching=config.enable_prefix_caching,
+            swapping=config.eviction_type == "copy",
+            waiting=waiting,
+        )
 
     def adapter_encoder(self, name: str, path: str) -> PromptEncoder | None:
         """Return what encodes prompts for an adapter, or None if the model's chat template is its own too. Reads files.

@@ -144,7 +144,7 @@ class Attention(Layer):
         return out
 
     def _project(self, x: Tensor | RoundedRows, step: StepInputs, cache: KVCache) -> Tensor:
-        """Write the tokens' keys and values, return their queries [T, H, D]."""
+        """Write the tokens' keys and values, and return their queries [T, H, D]."""
         rotation = None if self.rope is None else step.rotations[self.rope]
         plan = self._cache_write(step, cache)
         q = None
@@ -161,7 +161,7 @@ class Attention(Layer):
         return q
 
     def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: KVCache, plan: Tensor) -> Tensor:
-        """Normalise and rotate the packed heads, write keys and values, return the queries [T, H, D]."""
+        """Normalise and rotate the packed heads, write keys and values, and return the queries [T, H, D]."""
         if rotation is None or self.qk_norm == "turned":
             return self._fill(self._normed(qkv, rotation), cache, plan)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -184,7 +184,7 @@ class Attention(Layer):
         )
 
     def _normed(self, qkv: Tensor, rotation: Rotation | None) -> Tensor:
-        """qkv with its queries and keys turned, if that comes first, and normalised."""
+        """Return qkv with its queries and keys turned, if that comes first, and normalised."""
         if self.q_norm is None or self.k_norm is None:
             return qkv
         q, k, v = self._parts(qkv)
@@ -196,13 +196,13 @@ class Attention(Layer):
         return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
 
     def _fill(self, qkv: Tensor, cache: KVCache, plan: Tensor) -> Tensor:
-        """Write keys and values as they are, return the queries [T, H, D]."""
+        """Write keys and values as they are, and return the queries [T, H, D]."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
         kernels.fill_kv_cache(heads[:, self.num_heads :], cache, plan)
         return heads[:, : self.num_heads]
 
     def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Heads of q, k and v, [T, heads, D] each."""
+        """Return the heads of q, k and v, [T, heads, D] each."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
         return torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
 
@@ -255,7 +255,7 @@ class Attention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
-        """Return the first `count` rows."""
+        """Return the plan of the first `count` rows."""
         return kernels.plan_decode_attention(
             step.block_tables[:count],
             step.kv_lens[:count],
@@ -265,7 +265,7 @@ class Attention(Layer):
         )
 
     def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
-        """Return the rows from `first` on."""
+        """Return the plan of the rows from `first` on."""
         return kernels.plan_prefill_attention(
             step.block_tables[first:],
             step.q_offsets[first:],

@@ -190,13 +190,13 @@ class LatentAttention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: LatentKV, count: int) -> DecodePlan:
-        """Return the first `count` rows."""
+        """Return the plan of the first `count` rows."""
         return kernels.plan_latent_decode(
             step.block_tables[:count], step.kv_lens[:count], cache, num_heads=self.num_heads
         )
 
     def _plan_prefill(self, step: StepInputs, cache: LatentKV, first: int) -> PrefillPlan:
-        """Return the rows from `first` on."""
+        """Return the plan of the rows from `first` on."""
         return kernels.plan_latent_prefill(
             step.block_tables[first:],
             step.q_offsets[first:],

@@ -246,20 +246,8 @@ class InputProcessor:
 
         `written`: what the chat template has written, with marks in place of images; None: it has not.
         """
-        if call.wanted != "embedding" and not self._has_head:
-            raise UnsupportedFeature(
-                "The model has no output embedding, so there are no logits and no answers: it is a checkpoint for "
-                "embeddings. Call embed, or load a checkpoint with a head (a class ending in ForCausalLM)."
-            )
-        if not prompt_ids:
-            raise InvalidMessage("The prompt has no tokens: there is nothing to read. Pass some text.")
-        highest, encoder, config = max(prompt_ids), self._encoder, asked.config
-        if highest >= encoder.vocab_size:
-            # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
-            raise InvalidMessage(
-                f"The prompt holds the token id {highest}, and the model's ids end at {encoder.vocab_size - 1}: its "
-                f"tokenizer knows tokens that it was not given. Leave {encoder.tokenizer.token_text(highest)!r} out."
-            )
+        self._check_prompt(call, prompt_ids)
+        encoder, config = self._encoder, asked.config
         answered = call.wanted == "answer"
         room = encoder.room(len(prompt_ids), 1 if answered else 0)
         self._next_id += 1
@@ -287,6 +275,23 @@ class InputProcessor:
             pooling=call.pooling,
             images=images,
         )
+
+    def _check_prompt(self, call: Call, prompt_ids: list[int]) -> None:
+        """Raise UnsupportedFeature or InvalidMessage for a prompt that the model cannot compute."""
+        if call.wanted != "embedding" and not self._has_head:
+            raise UnsupportedFeature(
+                "The model has no output embedding, so there are no logits and no answers: it is a checkpoint for "
+                "embeddings. Call embed, or load a checkpoint with a head (a class ending in ForCausalLM)."
+            )
+        if not prompt_ids:
+            raise InvalidMessage("The prompt has no tokens: there is nothing to read. Pass some text.")
+        highest, encoder = max(prompt_ids), self._encoder
+        if highest >= encoder.vocab_size:
+            # A tokenizer may know more tokens than the model has embeddings; looking one up would fail the whole step.
+            raise InvalidMessage(
+                f"The prompt holds the token id {highest}, and the model's ids end at {encoder.vocab_size - 1}: its "
+                f"tokenizer knows tokens that it was not given. Leave {encoder.tokenizer.token_text(highest)!r} out."
+            )
 
     def _image_adapter(self) -> Adapter | None:
         """Return the adapter of prompts with images that name none; None if the family has none for them. Raises
