@@ -39,7 +39,8 @@ class SentencePieceModel:
             model = path.read_bytes()
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
             model_size: int = self._model.get_piece_size()
-        except (OSError, RuntimeError) as error:
+            self._pieces: list[str] = [self._model.id_to_piece(id_) for id_ in range(model_size)]
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
             raise InvalidCheckpoint(
                 f"{path} is not a sentencepiece model: {error}. The file is truncated or damaged (a Git LFS pointer, "
                 f"perhaps); download it again."
@@ -84,17 +85,14 @@ class SentencePieceModel:
     def token_id(self, token: str) -> int | None:
         if token in self._ids:
             return self._ids[token]
-        id_: int = self._model.piece_to_id(token)
+        id_ = self._place(token)
         # A piece that is renamed goes by its new name alone.
-        return id_ if self._model.id_to_piece(id_) == token and id_ not in self._added else None
+        return None if id_ in self._added else id_
 
     def token(self, id_: int) -> str | None:
         if id_ in self._added:
             return self._added[id_].content
-        if not 0 <= id_ < self._model_size:
-            return None
-        piece: str = self._model.id_to_piece(id_)
-        return piece
+        return self._pieces[id_] if 0 <= id_ < self._model_size else None
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         """Return token ids per text, without the prefix."""
@@ -149,9 +147,7 @@ class SentencePieceModel:
         if _is_chatglm(settings):
             numbered |= _chatglm_tokens(self._model_size)
         renamed = {
-            id_
-            for id_, token in numbered.items()
-            if id_ < self._model_size and self._model.id_to_piece(id_) != token.content
+            id_ for id_, token in numbered.items() if id_ < self._model_size and self._pieces[id_] != token.content
         }
         types = piece_types(model, renamed) if renamed else {}
         self._renamed = frozenset(renamed)
@@ -159,27 +155,31 @@ class SentencePieceModel:
             if id_ in renamed and types[id_] not in (UNUSED, USER_DEFINED):
                 raise InvalidCheckpoint(
                     f"Token {id_} is {token.content!r} in the tokenizer's JSON files, but "
-                    f"{self._model.id_to_piece(id_)!r} in tokenizer.model. The files are of different models; "
+                    f"{self._pieces[id_]!r} in tokenizer.model. The files are of different models; "
                     f"download them again."
                 )
         last = max(self._model_size - 1, max(numbered, default=-1))
         for token in settings.unnumbered:
-            id_ = self._model.piece_to_id(token.content)
-            if self._model.id_to_piece(id_) != token.content:
-                last += 1
-                id_ = last
-            numbered.setdefault(id_, token)
+            place = self._place(token.content)
+            if place is None:
+                place = last = last + 1
+            numbered.setdefault(place, token)
         for id_ in range(self._model_size):
             if self._model.is_control(id_):
-                numbered.setdefault(id_, AddedToken(self._model.id_to_piece(id_)))
+                numbered.setdefault(id_, AddedToken(self._pieces[id_]))
         return numbered
+
+    def _place(self, piece: str) -> int | None:
+        """Return the id of a piece of the model; None if there is none."""
+        id_: int = self._model.piece_to_id(piece)
+        # What is unknown has the id of the unknown piece, which a damaged file may lack.
+        return id_ if id_ < self._model_size and self._pieces[id_] == piece else None
 
     def _table(self) -> TokenTable:
         pieces: list[bytes | None] = [None] * self.size
         for id_ in range(self._model_size):
-            piece = self._model.id_to_piece(id_)
-            byte = byte_of_fallback_token(piece) if self._model.is_byte(id_) else None
-            pieces[id_] = byte if byte is not None else piece.replace(SPACE, " ").encode()
+            byte = byte_of_fallback_token(self._pieces[id_]) if self._model.is_byte(id_) else None
+            pieces[id_] = byte if byte is not None else self._pieces[id_].replace(SPACE, " ").encode()
         for id_, token in self._added.items():
             pieces[id_] = token.content.encode()
         return TokenTable(pieces, self.special_ids, self._leading_space())
