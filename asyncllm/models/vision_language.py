@@ -21,6 +21,7 @@ from asyncllm.models.vision.lfm2_vl import read_lfm2_vl
 from asyncllm.models.vision.llama4 import read_llama4
 from asyncllm.models.vision.llava import read_deepseek_vl, read_janus, read_llava, read_onevision, read_vip_llava
 from asyncllm.models.vision.llava_original import read_original_llava
+from asyncllm.models.vision.ovis2 import read_ovis2
 from asyncllm.models.vision.paddleocr_vl import read_paddleocr_vl
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
@@ -90,6 +91,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "LlavaQwenForCausalLM": lambda hf: read_original_llava(hf, "qwen2"),
     "Mistral3ForConditionalGeneration": read_mistral3,
+    "Ovis2ForConditionalGeneration": read_ovis2,
     "PaddleOCRVLForConditionalGeneration": read_paddleocr_vl,
     "MultiModalityCausalLM": read_multi_modality,
     **dict.fromkeys(
@@ -141,6 +143,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
+    "Ovis2ForConditionalGeneration": "Ovis2, as transformers has it",
     "PaddleOCRVLForConditionalGeneration": "PaddleOCR-VL 0.9B",
     "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, Janus and Janus-Pro, as their authors published them",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
@@ -186,11 +189,10 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
-    "Molmo2ForConditionalGeneration": Refused("Molmo 2", _NEITHER, "MolmoForCausalLM"),
-    "Ovis": Refused("Ovis 1.6, 2", _NOTHING, "InternVLForConditionalGeneration"),
-    "Ovis2ForConditionalGeneration": Refused(
-        "Ovis2", "its table of visual words is not written yet", "InternVLForConditionalGeneration"
+    "Molmo2ForConditionalGeneration": Refused(
+        "Molmo 2", "tokens of all images of its prompts see each other", "MolmoForCausalLM"
     ),
+    "Ovis": Refused("Ovis 1.6, 2, as their authors published them", _NOTHING, "Ovis2ForConditionalGeneration"),
     "Ovis2_5": Refused("Ovis 2.5", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "PaliGemmaForConditionalGeneration": Refused(
         "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"

@@ -22,6 +22,7 @@ from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.lfm2_vl import SquaresProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
+from asyncllm.vl.processing.ovis2 import CoveringProcessor
 from asyncllm.vl.processing.pixtral import RowsProcessor
 from asyncllm.vl.processing.qwen import DynamicProcessor, FlatProcessor, FramesProcessor, ScaledUpProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -309,6 +310,27 @@ def _janus(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     return processor
 
 
+def _ovis2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    vision = PictureSettings(fields.get("vision_config") or {}, "config.json: vision_config")
+    read = PictureSettings(settings, where)
+    side = read.side("size", 384)
+    if side != vision.side("image_size", 224):
+        raise InvalidCheckpoint(f"{where}: size is {side}, but config.json has a tower for other pictures. Correct it.")
+    patches = side // vision.side("patch_size", 14)
+    return CoveringProcessor(
+        read,
+        token_id=image_token(fields, 151665),
+        placeholder="<IMG_ATOM>\n",
+        before=(),
+        after=(),
+        side=side,
+        tokens=(patches // vision.integer("hidden_stride", 1)) ** 2,
+        least=read.integer("min_patches", 1, maximum=128),
+        most=read.integer("max_patches", 12, maximum=128) if settings.get("crop_to_patches") else 1,
+        covering=settings.get("use_covering_area_grid", True) is not False,
+    )
+
+
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> SquareProcessor:
     vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
     return SquareProcessor(
@@ -432,6 +454,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaQwenForCausalLM": _original_llava,
     "Mistral3ForConditionalGeneration": _mistral3,
     "MultiModalityCausalLM": _multi_modality,
+    "Ovis2ForConditionalGeneration": _ovis2,
     "PaddleOCRVLForConditionalGeneration": _paddleocr_vl,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5OmniForConditionalGeneration": _omni_2_5,

@@ -126,6 +126,8 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
         # Of several images in one prompt, LLaVA-OneVision's are not tiled.
         given = [list(images)] if "batch_num_images" in processor.model_input_names else list(images)
         pictures = processor(given, return_tensors="pt") if images else {}
+        if "grids" in pictures:
+            ids = _with_marks(ids, [tuple(each) for each in pictures.pop("grids").tolist()])
         inputs = torch.tensor([list(ids)])
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
@@ -139,6 +141,23 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
         return result
 
     return logits
+
+
+def _with_marks(ids: Sequence[int], grids: Sequence[tuple[int, int]]) -> list[int]:
+    """Return a prompt with the tokens that Ovis2 has in front of, between and behind tiles of four, where all of an
+    image's are alike."""
+    start, grid, column, row, end = range(IMAGE_ID + 1, IMAGE_ID + 6)
+    tile, marked = [IMAGE_ID] * 4, list[int]()
+    for rows, columns in grids:
+        marked += [start, *tile, grid]
+        for number in range(rows * columns if rows * columns > 1 else 0):
+            marked += [*([column if number % columns else row] if number else []), *tile]
+        marked.append(end)
+    places = [place for place, token in enumerate(ids) if token == IMAGE_ID][: len(marked)]
+    found = list(ids)
+    for place, token in zip(places, marked, strict=True):
+        found[place] = token
+    return found
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:

@@ -110,6 +110,40 @@ def _got_ocr2() -> Kind:
     return config, pictures, ["<imgpad>", "<img>", "</img>"], None
 
 
+def _ovis2() -> Kind:
+    from transformers import Ovis2Config
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "vocab_size": 21,
+        "hidden_stride": 2,
+    }
+    text = {**TEXT, "model_type": "qwen2"}
+    config = Ovis2Config(
+        vision_config=tower,
+        text_config={key: each for key, each in text.items() if key != "head_dim"},
+        image_token_id=IMAGE_ID,
+        visual_indicator_token_ids=[IMAGE_ID + number for number in range(1, 6)],
+        hidden_size=TEXT["hidden_size"],
+        vocab_size=TEXT["vocab_size"],
+    )
+    pictures = {
+        **CLIP_PICTURES,
+        "image_processor_type": "Ovis2ImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "crop_to_patches": True,
+        "max_patches": 6,
+        "do_center_crop": False,
+    }
+    del pictures["crop_size"]
+    return config, pictures, ["<IMG_ATOM>", *(f"<IMG_{name}>" for name in ("START", "GRID", "COL", "ROW", "END"))], None
+
+
 def _internvl_6b() -> Kind:
     """The larger tower's norms and biases, and InternVL3.5's decoder."""
     from transformers import Qwen3Config
@@ -462,6 +496,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
     "got_ocr2": _got_ocr2,
+    "ovis2": _ovis2,
     "internvl": _internvl,
     "internvl_6b": _internvl_6b,
     "llama4": _llama4,

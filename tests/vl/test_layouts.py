@@ -81,6 +81,11 @@ def test_deepseeks_other_towers_are_refused(tmp_path: Path) -> None:
             "below 12",
         ),
         ("llama4", {"vision_config": {"pixel_shuffle_ratio": 0.3}}, InvalidCheckpoint, "pixel_shuffle_ratio"),
+        ("ovis2", {"vision_config": {"tokenize_function": "gumbel_argmax"}}, UnsupportedModel, "tokenize_function"),
+        ("ovis2", {"vision_config": {"hidden_stride": 3}}, UnsupportedModel, "hidden_stride"),
+        ("lfm2_vl", {"vision_config": {"num_patches": 26}}, InvalidCheckpoint, "num_patches"),
+        ("janus", {"vision_config": {"use_qk_norm": True}}, UnsupportedModel, "model_type|use_qk_norm"),
+        ("exaone4_5", {"vision_config": {"num_heads": 6, "hidden_size": 48}}, InvalidCheckpoint, "num_key_value_heads"),
         ("qwen2_vl", {"vision_config": {"num_heads": 5, "embed_dim": 32}}, InvalidCheckpoint, "num_heads"),
     ],
 )

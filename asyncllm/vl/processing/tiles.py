@@ -16,7 +16,14 @@ from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, chec
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
 from asyncllm.vl.video_files import Recording, open_clip
 
-__all__ = ["BrokenTileProcessor", "NamedTileProcessor", "TileProcessor", "TileVideoProcessor", "tile_grid"]
+__all__ = [
+    "BrokenTileProcessor",
+    "NamedTileProcessor",
+    "TileProcessor",
+    "TileVideoProcessor",
+    "tile_grid",
+    "tile_shapes",
+]
 
 MAX_TILES = 128
 FRAMES = 8
@@ -24,7 +31,7 @@ FRAMES = 8
 
 
 @lru_cache(8)
-def _shapes(least: int, most: int) -> Sequence[tuple[int, int]]:
+def tile_shapes(least: int, most: int) -> Sequence[tuple[int, int]]:
     """Return (columns, rows) of so many tiles, the smallest first."""
     shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((each for each in shapes if each[0] * each[1] >= least), key=lambda each: each[0] * each[1])
@@ -34,7 +41,7 @@ def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tupl
     """Return columns and rows: the ratio nearest to the image's, and of equal ones the largest that is not more than
     twice the image."""
     best, nearest = (1, 1), float("inf")
-    for columns, rows in _shapes(least, most):
+    for columns, rows in tile_shapes(least, most):
         away = abs(width / height - columns / rows)
         if away < nearest or (away == nearest and width * height > 0.5 * tile * tile * columns * rows):
             best, nearest = (columns, rows), away
@@ -48,7 +55,7 @@ def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]
     def scale(shape: tuple[int, int]) -> float:
         return min(shape[0] * tile / width, shape[1] * tile / height)
 
-    shapes = _shapes(1, most)
+    shapes = tile_shapes(1, most)
     roomy = [each for each in shapes if scale(each) >= 1]
     return min(roomy, key=scale) if roomy else max(shapes, key=scale)
 

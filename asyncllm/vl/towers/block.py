@@ -108,11 +108,19 @@ class _Down(Dense):
 class Attention(Layer):
     """Each token of a picture sees all of it: x [N, T, hidden] -> the same. `norms`: of queries and keys."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, bias: bool = True, norms: tuple[Norm, Norm] | None = None):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        bias: bool = True,
+        norms: tuple[Norm, Norm] | None = None,
+        out_bias: bool = True,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = JoinedQKV(hidden_size, 3 * hidden_size, bias=bias)
-        self.out = Dense(hidden_size, hidden_size)
+        self.out = Dense(hidden_size, hidden_size, bias=out_bias)
         self.q_norm: Norm | None = norms and norms[0]
         self.k_norm: Norm | None = norms and norms[1]
 
