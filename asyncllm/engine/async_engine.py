@@ -502,7 +502,7 @@ class AsyncEngine:
         await self.running().change(wake_of(tags))
 
     async def wakeup(self, tags: Sequence[str] | None = None) -> None:
-        """LMDeploy's name of `wake`."""
+        """Do as `wake`, of which this is LMDeploy's name."""
         await self.wake(tags)
 
     def stats(self) -> EngineStats:

@@ -106,7 +106,7 @@ class Block(Layer):
 def _normed(
     norm: Norm, branch: Tensor, residual: Tensor, layer: nn.Module, step: StepInputs
 ) -> tuple[Tensor | RoundedRows, Tensor]:
-    """(norm of residual + branch, rounded if `layer`, which takes it, has it so; residual + branch)."""
+    """Return the norm of residual + branch, rounded if `layer`, which takes it, has it so, and residual + branch."""
     rounding = layer.rounding(step) if isinstance(layer, Layer) else None
     return norm.add(branch, residual) if rounding is None else norm.add_rounded(branch, residual, rounding)
 
@@ -124,7 +124,7 @@ class PostNormBlock(Layer):
     def forward(
         self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Block.forward`."""
+        """See `Block.forward`."""
         if branch is not None:
             residual = residual + branch
         attended = self.attn_post_norm(self.attn(residual, step, sampled))
@@ -167,7 +167,7 @@ class ParallelBlock(Layer):
     def forward(
         self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Block.forward`."""
+        """See `Block.forward`."""
         if branch is None:
             normed = self.attn_norm(residual)
         else:
@@ -213,7 +213,7 @@ class SingleBlock(Layer):
     def forward(
         self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Block.forward`."""
+        """See `Block.forward`."""
         if branch is None:
             normed = self.norm(residual)
         else:

@@ -32,7 +32,7 @@ class ChunkedSpec:
         return self.chunk
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
-        """Raises InvalidParameter for blocks that a chunk does not end with."""
+        """Return the parts of a block. Raises InvalidParameter for blocks that a chunk does not end with."""
         if self.chunk % block_size:
             raise InvalidParameter(
                 f"block_size is {block_size}, and the model attends within chunks of {self.chunk} tokens, each of "
@@ -68,7 +68,8 @@ class ChunkedAttention(Attention):
         return kernels.plan_decode_attention(tables, lengths - begins, cache, num_heads=self.num_heads)
 
     def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
-        """As many chunks for each row as there can be. Those behind its last one are rows without queries."""
+        """Return the plan of as many chunks for each row as there can be. Those behind its last one are rows without
+        queries."""
         lengths, offsets = step.kv_lens[first:, None], step.q_offsets[first:]
         counts = offsets.diff()[:, None]
         starts = (lengths - counts).clamp_(min=0)

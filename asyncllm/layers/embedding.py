@@ -44,8 +44,8 @@ def _logits(
     out: Tensor | None,
     tokens: slice | None = None,
 ) -> Tensor:
-    """x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given. Of
-    `tokens` alone if given, of which some may be beyond the table."""
+    """Return x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given.
+    Of `tokens` alone if given, of which some may be beyond the table."""
 
     def product(out: Tensor | None) -> Tensor:
         if tokens is None:
@@ -127,11 +127,11 @@ class TiedOutputEmbedding(Layer):
         self._group = group
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `OutputEmbedding.forward`."""
+        """See `OutputEmbedding.forward`."""
         return _logits(self._embedding[0], x, self.scale, self.softcap, out)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `OutputEmbedding.of_rank`."""
+        """See `OutputEmbedding.of_rank`."""
         if self._group is None:
             return self.forward(x, out)
         table, tokens = self._embedding[0], tokens_of(self._group, self._embedding[0].out_features)

@@ -122,7 +122,7 @@ class LatentAttention(Layer):
         prefill: PrefillPlan | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Over the lines as they are."""
+        """Attend over the lines as they are."""
         q_rope = q[..., self.nope_dim :]
         q_latent = self.kv.method.product_by_head(
             self.kv, q[..., : self.nope_dim], slice(self.nope_dim), transposed=True
@@ -138,7 +138,7 @@ class LatentAttention(Layer):
         return self.kv.method.product_by_head(self.kv, attended, slice(self.nope_dim, None), out=out)
 
     def _attend_expanded(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
-        """Over keys and values of all prefill rows' contexts, made for this layer."""
+        """Attend over keys and values of all prefill rows' contexts, made for this layer."""
         key = ("expanded", self.num_heads)
         plans = step.attention_plans.get(key)
         if plans is None:

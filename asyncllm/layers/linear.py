@@ -122,7 +122,7 @@ class QKVLinear(MergedLinear):
         return self._halved(tensor) if self.paired and part in ("q", "k") else tensor
 
     def _halved(self, tensor: Tensor) -> Tensor:
-        """Rows by head, with the first features of all pairs before the second ones."""
+        """Return rows by head, with the first features of all pairs before the second ones."""
         heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
         turned = heads[:, : self.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
         return torch.cat([turned, heads[:, self.paired :]], 1).view_as(tensor)

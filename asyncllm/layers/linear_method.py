@@ -522,7 +522,7 @@ UNQUANTIZED, BATCH_INVARIANT = Unquantized(), BatchInvariant()
 
 
 def of_heads(weight: Tensor, layer: Weighted, features: slice, transposed: bool) -> Tensor:
-    """weight [out, in] as `kernels.linear_by_head` takes it."""
+    """Return a weight [out, in] as `kernels.linear_by_head` takes it."""
     heads = weight.view(-1, layer.unit, weight.shape[-1])[:, features]
     return heads.transpose(1, 2) if transposed else heads
 

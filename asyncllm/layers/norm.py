@@ -31,14 +31,14 @@ class Norm(Layer):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Norm of x [..., size], of the same type."""
+        """Return the norm of x [..., size], of the same type."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of residual + x, residual + x)."""
+        """Return the norm of residual + x, and residual + x, all [..., size]."""
 
     def add_rounded(self, x: Tensor, residual: Tensor, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
-        """(norm of residual + x, rounded, residual + x), of rows [T, size]."""
+        """Return the norm of residual + x, rounded, and residual + x, of rows [T, size]."""
         normed, total = self.add(x, residual)
         return kernels.round_rows(normed, rounding), total
 

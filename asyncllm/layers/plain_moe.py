@@ -17,7 +17,7 @@ __all__ = ["PlainMoE"]
 
 class _PlainExperts(Weighted):
     def attach(self, method: LinearMethod) -> None:
-        """Raises UnsupportedModel for a quantization, whose kernels have a gate."""
+        """Take a method. Raises UnsupportedModel for a quantization, whose kernels have a gate."""
         if not isinstance(method, Unquantized):
             raise UnsupportedModel(
                 f"The model's experts have no gate, and are not implemented as {method.name} weights. Use a checkpoint "

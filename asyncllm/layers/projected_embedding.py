@@ -34,11 +34,11 @@ class ProjectedOutputEmbedding(Layer):
         self.tied = TiedOutputEmbedding(embedding.table)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `OutputEmbedding.forward`."""
+        """See `OutputEmbedding.forward`."""
         return self.tied.forward(self._narrow(x), out)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `OutputEmbedding.of_rank`."""
+        """See `OutputEmbedding.of_rank`."""
         return self.tied.of_rank(self._narrow(x), out)
 
     def _narrow(self, x: Tensor) -> Tensor:

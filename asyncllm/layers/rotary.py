@@ -144,7 +144,7 @@ class RotaryEmbedding(Layer):
 
 
 def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
-    """[R/2] float32."""
+    """Return the inverse frequencies [R/2] float32."""
     wavelengths = config.theta**exponents
     if config.kind == "longrope":
         divisors = torch.tensor(config.divisors, dtype=torch.float32, device=exponents.device)
@@ -174,7 +174,8 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_kept(config: RopeConfig, device: torch.device) -> Tensor:
-    """[R/2] in [0, 1]: how much of each frequency is kept; a linear ramp over the dimensions between the two betas."""
+    """Return how much of each frequency is kept, [R/2] in [0, 1]: a linear ramp over the dimensions between the two
+    betas."""
 
     def dimension(rotations: float) -> float:
         return (

@@ -21,7 +21,7 @@ Gate = Literal["before_norm", "behind_norm", "alone"]
 
 class _Gate(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, size] times silu of a gate."""
+        """Return x [T, size] times silu of a gate."""
         return (x * kernels.silu(gate.float())).to(x.dtype)
 
 

@@ -43,7 +43,7 @@ class MergingNorm(Norm):
         self.norm = norm
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        """None: all weights are those of its parts."""
+        """Return no parts: all weights are those of its layers."""
         return {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,6 +63,6 @@ class MergingNorm(Norm):
 
 
 def _as_large(x: Tensor, model: Tensor) -> Tensor:
-    """x [T, hidden], with the root mean square of `model`."""
+    """Return x [T, hidden] with the root mean square of `model`."""
     wanted = model.square().mean(-1, keepdim=True).sqrt()
     return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=_LEAST).sqrt()

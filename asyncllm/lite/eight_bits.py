@@ -34,7 +34,7 @@ class SmoothQuant(Recipe):
     damp: float = 0.01
 
     def check(self, n: int, k: int) -> None:
-        """Any size will do."""
+        """Accept any size."""
 
     def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
         candidates = smoothing(group, readers, search=self.search_scale)
@@ -64,7 +64,7 @@ class BlockedFP8(Recipe):
     reads_inputs = False
 
     def check(self, n: int, k: int) -> None:
-        """Any size will do: the last blocks may be smaller."""
+        """Accept any size: the last blocks may be smaller."""
 
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
         codes, scales = round_blocks(weight)

@@ -40,7 +40,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
-        """weight float32 [N, K]; `inputs` None where there were none."""
+        """Round a weight float32 [N, K]; `inputs` None where there were none."""
 
     @abstractmethod
     def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:

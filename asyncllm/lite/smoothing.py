@@ -78,11 +78,11 @@ class Masters:
         """Ids of the modules that are no longer what the checkpoint has."""
 
     def weight(self, matrix: Matrix) -> Tensor:
-        """[N, K], the master itself."""
+        """Return the master itself, [N, K]."""
         return _of(self._weights[id(matrix.layer)], matrix.expert)
 
     def bias(self, matrix: Matrix) -> Tensor | None:
-        """[N], the master itself."""
+        """Return the master itself, [N]; None without a bias."""
         bias = self._biases.get(id(matrix.layer))
         return None if bias is None else _of(bias, matrix.expert)
 

@@ -227,7 +227,7 @@ class HFConfig:
             self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed) or 'none'}.")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Of an MLP. Raises UnsupportedModel for one that is not implemented."""
+        """Return the activation of an MLP. Raises UnsupportedModel for one that is not implemented."""
         self.expect(key, *ACTIVATIONS)
         return ACTIVATIONS[self._read(key, default)]
 
@@ -294,8 +294,8 @@ class HFConfig:
         }
 
     def windows(self, num_layers: int, window: int | None, sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-        """`window` for the sliding layers. `sliding` is the family's rule, which a `layer_types` list replaces; unless
-        given, all slide."""
+        """Return each layer's window: `window` where it slides. `sliding` is the family's rule, which a `layer_types`
+        list replaces; unless given, all slide."""
         if self.fields.get("layer_types") is not None:
             kinds = self.layer_kinds(num_layers, ("full_attention", "sliding_attention"), [])
             sliding = [kind == "sliding_attention" for kind in kinds]
@@ -413,7 +413,7 @@ class HFConfig:
         return rope, max(trained, min(int(original * factor), MAX_POSITION))
 
     def rope_fields(self) -> HFConfig:
-        """`rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config of its own; empty without."""
+        """Return `rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config, empty without."""
         keys = ("rope_parameters", "rotary", "rope_scaling")
         # GPT-J says rotary = true where InternLM says how.
         key = next((key for key in keys if self.fields.get(key) not in (None, True)), keys[0])
@@ -431,7 +431,7 @@ class HFConfig:
         return scaling
 
     def _rotary(self) -> dict[str, Any]:
-        """{"base": 10000, "type": "dynamic", "scaling_factor": 1.0} in the usual words."""
+        """Return {"base": 10000, "type": "dynamic", "scaling_factor": 1.0} in the usual words."""
         rotary = self.fields["rotary"]
         if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
             self.unsupported("rotary", "Supported: an object of type 'origin' or 'dynamic'.")
@@ -456,7 +456,8 @@ class HFConfig:
         return dim
 
     def _longrope(self, scaling: HFConfig, dim: int, theta: float, trained: int, original: int) -> RopeConfig:
-        """One set of divisors for the engine's whole life: a switch in mid-sequence would invalidate cached keys."""
+        """Return one set of divisors for the engine's whole life: a switch in mid-sequence would invalidate cached
+        keys."""
         sets = {key: self._divisors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")}
         long = (self.session_len or trained) > original
         ratio = scaling.number("factor", trained / original)
@@ -491,7 +492,7 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -
 
 
 def yarn_term(factor: float, multiplier: float = 1.0) -> float:
-    """0.1 ln(factor) + 1 of the YaRN paper."""
+    """Return 0.1 * multiplier * ln(factor) + 1, as the YaRN paper has it; 1 where nothing is stretched."""
     return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

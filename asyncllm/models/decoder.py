@@ -243,10 +243,8 @@ class DecoderLM(nn.Module):
                 module.method = module.method.batch_invariant()
 
     def forward(self, step: StepInputs) -> Tensor:
-        """One step: writes the T tokens' keys and values into its caches, one per layer.
-
-        -> hidden states after the final norm [T, hidden].
-        """
+        """Return the hidden states of a step's tokens after the final norm [T, hidden], and write their keys and values
+        into its caches, one per layer."""
         branch, residual = self._layers(step, len(self.layers))
         return self.norm.add(branch, residual)[0]
 

@@ -36,8 +36,8 @@ class Exaone4(Olmo2):
 
 
 def _sliding(hf: HFConfig, num_layers: int) -> list[bool]:
-    """By the pattern: a number, every so many layers one is global, or letters L and G that repeat, the last layer
-    always global."""
+    """Return which layers slide, by the pattern: a number, every so many layers one is global, or letters L and G that
+    repeat, the last layer always global."""
     pattern = hf.fields.get("sliding_window_pattern", 4)
     if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
         return [layer < num_layers - 1 and pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]

@@ -12,12 +12,12 @@ __all__ = ["LAYOUTS", "STACKS", "Stack"]
 
 
 def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Parts that follow one another along axis 0."""
+    """Return parts that follow one another along axis 0."""
     return list(torch.split(tensor, sizes))
 
 
 def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """q, k and v of a tensor that holds, per KV head, its query heads, its k and its v, along axis 0.
+    """Return q, k and v of a tensor that holds, per KV head, its query heads, its k and its v, along axis 0.
 
     InternLM2's wqkv and Falcon's query_key_value.
     """
@@ -28,7 +28,8 @@ def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]
 
 
 def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """q, k and v of a tensor of four equal parts along axis 0, each with a quarter of the heads of q, of v, then of k.
+    """Return q, k and v of a tensor of four equal parts along axis 0, each with a quarter of the heads of q, of v, then
+    of k.
 
     CodeGen was trained on four devices.
     """
@@ -37,8 +38,8 @@ def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor
 
 
 def _split_by_head(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Parts of a tensor that holds, per head, that of each part, one after the other along axis 0 (Qwen3-Next's queries
-    and gates)."""
+    """Return the parts of a tensor that holds, per head, that of each part, one after the other along axis 0
+    (Qwen3-Next's queries and gates)."""
     heads = tensor.reshape(owner.stored_heads, -1, *tensor.shape[1:])
     return [part.flatten(0, 1) for part in torch.split(heads, [size // owner.stored_heads for size in sizes], 1)]
 

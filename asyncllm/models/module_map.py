@@ -20,7 +20,7 @@ MODULE_MAP: dict[tuple[str, str], type[nn.Module]] = {}
 
 
 def replaces(layers: str, *architectures: str) -> Callable[[Layer], Layer]:
-    """Class decorator: in models of these architectures the layers of this name are of this class.
+    """Decorate a class: in models of these architectures the layers of this name are of it.
 
     `layers` is a name as in weight tables, such as "layers.{i}.mlp" or "layers.0.attn". The class derives from that of
     the layers, whose parameters and settings it has: its `__init__` is not called.

@@ -17,7 +17,10 @@ NameTree = dict[str | None, Any]
 
 
 def tree_of(patterns: Iterable[tuple[str, Any]]) -> NameTree:
-    """Patterns as nested dicts by segment: None stands for a number, and "" holds (value, placeholder names)."""
+    """Return patterns as nested dicts by segment: None stands for a number, and "" holds (value, placeholder names).
+
+    Raises ValueError for a pattern that is no dotted name.
+    """
     root: NameTree = {}
     for pattern, value in patterns:
         node = root

@@ -93,7 +93,7 @@ class Qwen(Qwen2):
 
 
 def _dtype(hf: HFConfig) -> Any:
-    """Flags say it where torch_dtype does not."""
+    """Return the type of the weights, which flags say where torch_dtype does not."""
     named = hf.fields.get("dtype") or hf.fields.get("torch_dtype")
     flags = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     return named or next((name for key, name in flags.items() if hf.flag(key, False)), None)

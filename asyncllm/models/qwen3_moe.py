@@ -23,7 +23,7 @@ QWEN_EXPERTS = {
 def qwen_experts(
     hf: HFConfig, num_layers: int, *, count: int, per_token: int, size: int, shared_size: int = 0
 ) -> ExpertsConfig:
-    """Experts as all Qwen families read them; the numbers stand in for keys that are absent."""
+    """Return experts as all Qwen families read them; the numbers stand in for keys that are absent."""
     # transformers 5 writes this count under Mixtral's name.
     num_experts = hf.integer("num_experts", hf.fields.get("num_local_experts", count), maximum=MAX_EXPERTS)
     step = hf.integer("decoder_sparse_step", 1)

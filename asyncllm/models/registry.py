@@ -59,8 +59,8 @@ _WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
 
 
 def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
-    """Class decorator: this family serves checkpoints whose config.json names one of `architectures`, or of `models`,
-    each with the models that come under it."""
+    """Decorate a family, which serves checkpoints whose config.json names one of `architectures`, or of `models`, each
+    with the models that come under it. Raises ValueError for a name that another family has."""
 
     def enter(family: Family) -> Family:
         for architecture in (*architectures, *models):

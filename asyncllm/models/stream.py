@@ -183,7 +183,7 @@ def _open(file: Path, stack: ExitStack) -> int:
 
 
 def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path], int]) -> list[_Span]:
-    """Spans of at most `most` bytes, unless a single tensor is larger, in the order of each file."""
+    """Return spans of at most `most` bytes, unless a single tensor is larger, in the order of each file."""
     spans: list[_Span] = []
     by_file: dict[Path, list[TensorEntry]] = {}
     for entry in entries:
@@ -213,7 +213,7 @@ def _chunks(spans: Iterable[_Span], most: int) -> Iterator[_Chunk]:
 
 
 def _make_buffer(device: torch.device, num_bytes: int) -> _Buffer:
-    """Page-locked on a CUDA device, which copies from it at full speed and without waiting; else ordinary memory."""
+    """Allocate memory: page-locked for a CUDA device, which copies from it at full speed and without waiting."""
     pinned = device.type == "cuda"
     tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
@@ -222,7 +222,7 @@ def _make_buffer(device: torch.device, num_bytes: int) -> _Buffer:
 
 @contextmanager
 def _upload_stream(device: torch.device) -> Iterator[None]:
-    """A stream of its own as the current one; afterwards it is done, and unused memory is back with the driver."""
+    """Make a new stream the current one; afterwards it is done, and unused memory is back with the driver."""
     if device.type != "cuda":
         yield
         return
@@ -242,7 +242,7 @@ def _upload_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _readers(traffic: _Traffic, count: int) -> Iterator[None]:
-    """Reader threads, which have ended when the block is left."""
+    """Run reader threads, which have ended when the block is left."""
     readers = [
         threading.Thread(target=_read, args=(traffic,), name=f"{THREAD_NAME}-{number}", daemon=True)
         for number in range(count)
@@ -267,7 +267,7 @@ def _readers(traffic: _Traffic, count: int) -> Iterator[None]:
 
 
 def _read(traffic: _Traffic) -> None:
-    """The main function of a reader: buffers in, chunks out."""
+    """Fill buffers with chunks until there are no more of either: what a reader thread runs."""
     while (buffer := traffic.free.get()) is not None:
         try:
             chunk = traffic.chunks.popleft()

@@ -154,7 +154,7 @@ def _input(call: Call) -> Tensor:
 
 
 def _by_layer(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Attention and MLP before the layer that they are in."""
+    """Return the names in order, attention and MLP before the layer that they are in."""
     return sorted(modules, key=lambda name: (int(name.split()[1]), name.count(" ") == 1, name))
 
 

@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """While it is open, every call of these modules is kept, by name and in order."""
+    """Keep every call of these modules while the block runs, by name and in order."""
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     before = {name: vars(module).get("forward") for name, module in modules.items()}
     # Layers of ours take no hooks: their call is their `forward`, whichever the instance has.

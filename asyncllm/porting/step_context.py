@@ -85,7 +85,7 @@ def continuous_tensor(padded: Tensor, seq_length: Tensor | Sequence[int]) -> Ten
 
 
 def _lengths(rows: Tensor, seq_length: Tensor | Sequence[int] | None) -> Tensor:
-    """int64 [B], on the CPU."""
+    """Return the lengths of rows, int64 [B] on the CPU. Raises InvalidParameter."""
     lens = torch.as_tensor([rows.shape[1]] * len(rows) if seq_length is None else seq_length).cpu().long()
     if lens.shape != (len(rows),) or not len(lens) or not bool(((lens > 0) & (lens <= rows.shape[1])).all()):
         raise InvalidParameter(

@@ -54,7 +54,7 @@ class AutoRound(Scheme):
 
 
 def _of_layout(settings: QuantSettings) -> Scheme:
-    """Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the scheme of the files' layout. Raises InvalidCheckpoint, UnsupportedModel."""
     settings.expect("data_type", "int")
     if settings.integer("act_bits", default=_PLAIN_BITS) < _PLAIN_BITS:
         settings.unsupported("act_bits", "Supported: activations of 16 bits.")

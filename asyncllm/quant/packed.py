@@ -249,13 +249,13 @@ class Packed(LinearMethod):
 
 
 def scale_dtype(header: Header | None) -> torch.dtype:
-    """Scales keep the type of the file, as a conversion to the model's would change every weight of a group."""
+    """Return the type of scales: the file's, as a conversion to the model's would change every weight of a group."""
     return _SCALE_DTYPES.get("" if header is None else header.dtype, torch.float32)
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
-    """Numbers of `bits` bits that follow one another in the bits of int32 words, the lowest first, along `axis` of a
-    matrix -> uint8, longer along that axis."""
+    """Return numbers of `bits` bits that follow one another in the bits of int32 words, the lowest first, along `axis`
+    of a matrix, as uint8, longer along that axis."""
     words = words.movedim(axis, 0)
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(1, -1, 1)

@@ -185,7 +185,7 @@ class Scaled(LinearMethod):
         return product(x, heads, out=out)
 
     def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the scales of a part."""
+        """Return the shape of the scales of a part."""
         if self.layout == "tensor":
             return self.scale_shape
         if self.layout == "channel":

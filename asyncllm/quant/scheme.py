@@ -34,7 +34,8 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def read(cls, settings: QuantSettings) -> Scheme:
-        """Raises InvalidCheckpoint for impossible settings, UnsupportedModel for those not implemented."""
+        """Return the scheme of these settings. Raises InvalidCheckpoint for impossible ones, UnsupportedModel for those
+        not implemented."""
 
     @abstractmethod
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
@@ -46,7 +47,7 @@ class Scheme(ABC):
 
 
 def register(*names: str) -> Callable[[_Class], _Class]:
-    """Class decorator: this scheme reads checkpoints whose `quant_method` is one of `names`."""
+    """Decorate a scheme, which reads checkpoints whose `quant_method` is one of `names`."""
 
     def enter(scheme: _Class) -> _Class:
         for name in names:

@@ -92,7 +92,8 @@ class QuantSettings:
         return QuantSettings({} if value is None else _object(value, source), source)
 
     def group_size(self, *names: str) -> int:
-        """Input features with one scale: a multiple of 32, or -1 for all of them."""
+        """Return how many input features have one scale: a multiple of 32, or -1 for all of them. Raises
+        UnsupportedModel."""
         size = self.integer(*names)
         if size != -1 and (size <= 0 or size % 32):
             name = next(each for each in names if self.fields.get(each) is not None)

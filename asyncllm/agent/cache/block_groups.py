@@ -89,5 +89,5 @@ def add_parts(parts: list[BlockPart], more: Sequence[BlockPart]) -> list[int]:
 
 
 def bytes_of(parts: Sequence[BlockPart]) -> int:
-    """Bytes of one block."""
+    """Return the bytes of one block."""
     return sum(part.planes * prod(part.shape) * part.dtype.itemsize for part in parts)

@@ -298,7 +298,7 @@ class EngineLoop:
             self._ended.set_result(None)
 
     async def _run(self) -> None:
-        """The engine's task: wait for the end, then end what is open."""
+        """Wait for the end, then end what is open: the engine's task."""
         try:
             await self._ended
         except asyncio.CancelledError:

@@ -36,7 +36,7 @@ def read_cohere2_vision(hf: HFConfig) -> Composed:
 
 
 def read_aya_vision(hf: HFConfig, usual: Mapping[str, Any] | None = None) -> Composed:
-    """`usual`: sizes of the encoder where the file does not say."""
+    """Read config.json. `usual`: sizes of the encoder where the file does not say."""
     text, decoder = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
     # transformers, where it was published, gives the decoder's logits as they are.
     text = text.changed({"logit_scale": 1.0})

@@ -28,7 +28,7 @@ _EXPERTS = {
 
 
 def read_glm4v_9b(hf: HFConfig) -> Composed | None:
-    """None for the text models of the same class."""
+    """Read config.json. Return None for the text models of the same class."""
     if hf.fields.get("vision_config") is None:
         return None
     hidden = hf.integer("hidden_size")

@@ -54,7 +54,8 @@ def read_glm_ocr(hf: HFConfig) -> Composed:
 def _tower(
     part: HFConfig, text: HFConfig, *, inner: int, merger: int, side: int | None = None, bias: bool = False
 ) -> Glm4vConfig:
-    """`inner` and `merger`: features within the blocks' MLPs and the projector. `side`, `bias`: as in the result."""
+    """Read the tower's config. `inner` and `merger`: features within the blocks' MLPs and the projector. `side`,
+    `bias`: as in the result."""
     hidden, heads = part.integer("hidden_size"), part.integer("num_heads")
     if hidden % heads or hidden // heads % 4:
         part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")

@@ -91,7 +91,7 @@ def read_janus(hf: HFConfig) -> Composed:
 
 
 def read_vip_llava(hf: HFConfig) -> Composed:
-    """Features of several layers, some of them counted from the beginning, are normed together."""
+    """Read config.json. Features of several layers, some of them counted from the beginning, are normed together."""
     layers = hf.fields.get("vision_feature_layers", hf.fields.get("vision_feature_layer", [-2, -5, -8, -11, 6]))
     count = clip_of(hf).num_layers
     if isinstance(layers, list):

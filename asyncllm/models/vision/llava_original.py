@@ -21,7 +21,7 @@ TOWER = "vision_tower.vision_tower"
 
 
 def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
-    """`decoder`: the model type of the decoder."""
+    """Read config.json. `decoder`: the model type of the decoder."""
     hf.expect("mm_projector_type", "mlp2x_gelu", "mlp2x_gelu_Norm")
     hf.expect("mm_vision_select_feature", "patch", "cls_patch")
     hf.expect("mm_use_im_start_end", False)

@@ -33,7 +33,7 @@ def _read(
     merge: int,
     names: tuple[str, str] = ("vision_tower", "multi_modal_projector"),
 ) -> Composed:
-    """`layer`, `bias`: where the file says nothing. `names`: of the checkpoint's modules."""
+    """Read config.json. `layer`, `bias`: where the file says nothing. `names`: of the checkpoint's modules."""
     text, decoder = text_of(hf)
     part = part_of(hf, "vision_config")
     part.expect("model_type", "pixtral")

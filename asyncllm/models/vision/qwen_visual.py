@@ -10,7 +10,7 @@ __all__ = ["read_qwen_visual"]
 
 
 def read_qwen_visual(hf: HFConfig) -> Composed | None:
-    """None for the text models of the same class."""
+    """Read config.json. Return None for the text models of the same class."""
     if hf.fields.get("visual") is None:
         return None
     part, hidden = part_of(hf, "visual"), hf.integer("hidden_size")
