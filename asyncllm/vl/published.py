@@ -27,6 +27,7 @@ from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
 from asyncllm.vl.processing.native import NativeProcessor
 from asyncllm.vl.processing.phi4 import PlainHdProcessor
+from asyncllm.vl.processing.qwen import FlatProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
@@ -55,6 +56,12 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
         tokens=-(-(side // vision.get("patch_size", 16)) // joined.get("downsample_ratio", 2)),
         shapes=[(height, width) for width, height in shapes],
     )
+
+
+def _dots_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    read = PictureSettings({"min_pixels": 3136, "max_pixels": 11289600, **settings}, where)
+    token_id = token_id_of(fields, "image_token_id", 151665)
+    return FlatProcessor(read, token_id=token_id, placeholder="<|img|><|imgpad|><|endofimg|>")
 
 
 def _glm4v_9b(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -218,6 +225,7 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "ChatGLMModel": _glm4v_9b,
     "CogVLMForCausalLM": _cogvlm,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    "DotsOCRForCausalLM": _dots_ocr,
     "InternLMXComposer2ForCausalLM": _xcomposer2,
     "KimiVLForConditionalGeneration": _kimi_vl,
     "MGMLlamaForCausalLM": _mgm,

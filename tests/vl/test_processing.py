@@ -93,7 +93,7 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
     processor = open_processor(folder_of(kind))
     assert processor is not None
     for size in ((3000, 1), (1, 3000)):
-        if kind in ("kimi_vl", "phi4", "phi4_mm"):
+        if kind in ("dots_ocr", "kimi_vl", "phi4", "phi4_mm"):
             with pytest.raises(InvalidMessage, match="Cut it"):
                 processor.prepare(picture(1, *size), {})
         else:

@@ -117,6 +117,7 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
         ("mgm", {"mm_vision_tower_aux": "openai/davit"}, UnsupportedModel, "mm_vision_tower_aux"),
         ("mgm", {"image_size_aux": 100}, InvalidCheckpoint, "multiple of 32"),
         ("mgm", {"image_global": True}, UnsupportedModel, "image_grid"),
+        ("dots_ocr", {"vision_config": {"hidden_size": 32, "is_causal": True}}, UnsupportedModel, "is_causal"),
         ("phi4", {"vision_config": {"image_size": 28, "patch_size": 28}}, UnsupportedModel, "even number"),
         ("molmo_d", {"norm_after": True}, UnsupportedModel, "norm_after"),
         ("molmo_d", {"embedding_size": 400}, InvalidCheckpoint, "vocab_size"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
+from asyncllm.models.vision.dots_ocr import read_dots_ocr
 from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
 from asyncllm.models.vision.kimi_vl import read_kimi_vl
 from asyncllm.models.vision.mgm import read_mgm
@@ -24,6 +25,7 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "ChatGLMModel": read_glm4v_9b,
     "CogVLMForCausalLM": read_cogvlm,
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
+    "DotsOCRForCausalLM": read_dots_ocr,
     "InternLMXComposer2ForCausalLM": read_xcomposer2,
     "KimiVLForConditionalGeneration": read_kimi_vl,
     "MGMLlamaForCausalLM": read_mgm,
@@ -41,6 +43,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "ChatGLMModel": "GLM-4V-9B",
     "CogVLMForCausalLM": "CogVLM, CogVLM2",
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
+    "DotsOCRForCausalLM": "dots.ocr 1.7B",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
     "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
     "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",

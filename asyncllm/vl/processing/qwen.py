@@ -98,7 +98,7 @@ class DynamicProcessor:
 
 
 class FlatProcessor(DynamicProcessor):
-    """The decoder counts an image's tokens one after the other, without rows and columns (EXAONE 4.5)."""
+    """The decoder counts an image's tokens one after the other, without rows and columns (EXAONE 4.5, dots.ocr)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         squares = super().prepare(image, options)

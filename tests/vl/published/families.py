@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tests.vl.published.cogvlm import CogVLM, CogVLM2
 from tests.vl.published.deepseek_vl2 import DeepseekVL2, DeepseekVL2Tiny
+from tests.vl.published.dots_ocr import DotsOCR
 from tests.vl.published.eva import Glm4v9b
 from tests.vl.published.kimi_vl import KimiVL
 from tests.vl.published.mgm import MGM, MGMHD
@@ -24,6 +25,7 @@ PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "cogvlm2": CogVLM2,
     "deepseek_vl2": DeepseekVL2,
     "deepseek_vl2_tiny": DeepseekVL2Tiny,
+    "dots_ocr": DotsOCR,
     "glm4v_9b": Glm4v9b,
     "kimi_vl": KimiVL,
     "mgm": MGM,
