@@ -21,7 +21,7 @@ from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.waiting_queue import WaitingQueue
 from asyncllm.engine.sessions.session_table import SessionTable
-from asyncllm.errors import EngineClosed, EngineError, InvalidParameter
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineError, InvalidParameter, ModelError
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.event_loop.surroundings import asyncio_loop
 from asyncllm.protocol import Executor, Limits, TakesGrammars, TakeVocabulary
@@ -168,12 +168,18 @@ class Lifecycle:
     async def _open_grammars(
         self, executor: Executor, tokenizer: Tokenizer, template: ChatTemplate
     ) -> GrammarCompiler | None:
-        """Return the compiler of grammars, or None if this model's answers cannot be constrained."""
+        """Return the compiler of grammars, or None if this model's answers cannot be constrained. Raises ModelError if
+        the executor has lost the model meanwhile."""
         ends = ends_of(tokenizer, template, self.limits)
         if not ends:
             return None
         if isinstance(executor, TakesGrammars):
-            await executor.carry_out(TakeVocabulary(ends))
+            try:
+                await executor.carry_out(TakeVocabulary(ends))
+            except AsyncLLMError:
+                raise
+            except Exception as error:
+                raise ModelError(f"The model was lost while the engine started: {error}") from error
         vocab_size = self.limits.vocab_size
         # A large vocabulary takes up to a second.
         return await in_thread(lambda: GrammarCompiler(tokenizer, vocab_size, ends))

@@ -7,12 +7,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import EngineClosed, InvalidCheckpoint, InvalidParameter, ModelError
-from asyncllm.protocol import Batch, Limits
+from asyncllm.protocol import Batch, Command, Limits
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_engine import FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
@@ -140,4 +141,26 @@ async def test_swapping_without_host_blocks_is_refused() -> None:
     engine = AsyncEngine("fake", EngineConfig(eviction_type="copy"), **{**fake_parts(), "executor": executor})
     with pytest.raises(InvalidParameter, match="needs blocks in host memory"):
         await engine.start()
+    assert_closed(executor)
+
+
+class Lost(FakeExecutor):
+    """An executor in other processes, which end once the model is loaded."""
+
+    async def start(self) -> Limits:
+        return msgspec.structs.replace(await super().start(), takes_grammars=True)
+
+    def carry_out(self, command: Command) -> asyncio.Future[None]:
+        raised = asyncio.get_running_loop().create_future()
+        raised.set_exception(RuntimeError("rank 0 was ended"))
+        return raised
+
+    def take_grammar(self, grammar: Any) -> asyncio.Future[None]:
+        raise NotImplementedError
+
+
+async def test_a_model_that_is_lost_meanwhile() -> None:
+    executor = Lost()
+    with pytest.raises(ModelError, match="lost while the engine started: rank 0 was ended"):
+        await AsyncEngine("fake", **{**fake_parts(), "executor": executor}).start()
     assert_closed(executor)
