@@ -40,6 +40,7 @@ from asyncllm.protocol import (
     Wake,
 )
 from asyncllm.ranks.channel import Channel
+from asyncllm.ranks.heartbeat import Heartbeat, Work
 from asyncllm.ranks.messages import (
     AdapterTaken,
     AreYouThere,
@@ -72,14 +73,6 @@ __all__ = ["RankExecutor"]
 _AGREEMENT_S = 5.0
 """How much later than one rank the others may find that a step or a command has failed."""
 
-_LISTEN_S = 5.0
-"""How often ranks that have something to do are asked whether they are there."""
-_MOST_SILENT = 6
-"""Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
-this process may have been stopped itself."""
-
-_MOST_SILENT_AT_START = 24
-"""The same while ranks load the model: a library that is read from a slow disk holds up its whole process."""
 _CAUSE_S = 0.2
 """How long after a rank has failed at the start others are given to be seen dead, for lack of which it may have."""
 
@@ -109,10 +102,9 @@ class RankExecutor:
         """What is being carried out."""
         self._adapters: dict[int, _Adapter] = {}
         """By number: those that some rank is still reading."""
-        self._silent: list[int] = []
-        """By rank: for how many intervals it has said nothing."""
-        self._listening: asyncio.TimerHandle | None = None
-        """Set while ranks have something to do."""
+        self._heartbeat = Heartbeat(
+            config.tp, work=self._work, ask=lambda: self._send_all(encode(AreYouThere())), on_silence=self._end_hung
+        )
         self._grammars: dict[int, _Command] = {}
         """By number: those that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
@@ -139,7 +131,7 @@ class RankExecutor:
             await self._start_processes()
             for process in self._processes:
                 self._connect(process)
-            self._listen()
+            self._heartbeat.begin()
             limits = await self._all_ready()
             if any(each.num_blocks != limits[0].num_blocks for each in limits):
                 raise ModelError("The ranks do not agree on the blocks of the KV cache.")
@@ -147,7 +139,7 @@ class RankExecutor:
             self._kill()
             await self._wait_ended()
             self._state = "closed"
-            self._stop_listening()
+            self._heartbeat.stop()
             raise
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
@@ -214,7 +206,7 @@ class RankExecutor:
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
             self._send_all(encode(ForgetGrammars(numbers)))
-        self._listen()
+        self._heartbeat.begin()
         step = _Step(future, self.num_ranks)
         stripped, pixels = without_pixels(batch, self._pixels)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
@@ -235,7 +227,7 @@ class RankExecutor:
             set_seen_exception(future, dead(self._error))
             return future
         self._command = _Command(future, self.num_ranks)
-        self._listen()
+        self._heartbeat.begin()
         match command:
             case Sleep() | Wake() | TakeVocabulary():
                 self._send_all(encode(CarryOut(command)))
@@ -255,7 +247,7 @@ class RankExecutor:
         text = grammar.text
         weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
         self._grammars[text.number] = _Command(future, self.num_ranks)
-        self._listen()
+        self._heartbeat.begin()
         self._send_all(encode(TakeGrammar(text)))
         return future
 
@@ -266,7 +258,7 @@ class RankExecutor:
             set_seen_exception(future, dead(self._error))
             return future
         self._adapters[adapter.number] = _Adapter(future, self.num_ranks)
-        self._listen()
+        self._heartbeat.begin()
         self._send_all(encode(TakeAdapter(adapter)))
         return future
 
@@ -290,41 +282,25 @@ class RankExecutor:
         else:
             set_result(taken.future, digest)
 
-    def _listen(self) -> None:
-        """Begin to ask the ranks, every `_LISTEN_S` seconds, whether they still run, while they have work."""
-        if self._listening is None:
-            self._silent = [0] * self.num_ranks
-            self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
+    def _work(self) -> Work | None:
+        """Return what the ranks have to do."""
+        if self._state == "starting":
+            return "start"
+        if self._state != "running" or self._error is not None:
+            return None
+        return "steps" if any(self._unanswered) or self._command or self._adapters or self._grammars else None
 
-    def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
-
-    def _ask(self) -> None:
-        """Ask ranks that have something to do whether they are there. One that was silent for long is hung: all are
-        ended."""
-        self._listening = None
+    def _end_hung(self, rank: int, seconds: float) -> None:
+        """End all ranks, as one has said nothing for so long."""
         starting = self._state == "starting"
-        if not starting and (self._state != "running" or self._error is not None):
-            return
-        if not (starting or any(self._unanswered) or self._command or self._adapters or self._grammars):
-            return
-        for rank, silent in enumerate(self._silent):
-            self._silent[rank] = silent + 1
-            if silent >= (_MOST_SILENT_AT_START if starting else _MOST_SILENT):
-                work = "is to load the model" if starting else "has work"
-                hung = (
-                    f"rank {rank} (process {self._processes[rank].pid}) {work} and has said nothing for "
-                    f"{silent * _LISTEN_S:g} s: it is stopped, or hangs. All ranks were ended."
-                )
-                if starting:
-                    set_exception(self._ready[rank], ModelError(hung))
-                else:
-                    self._die(RemoteError(hung))
-                return
-        self._send_all(encode(AreYouThere()))
-        self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
+        hung = (
+            f"rank {rank} (process {self._processes[rank].pid}) {'is to load the model' if starting else 'has work'} "
+            f"and has said nothing for {seconds:g} s: it is stopped, or hangs. All ranks were ended."
+        )
+        if starting:
+            set_exception(self._ready[rank], ModelError(hung))
+        else:
+            self._die(RemoteError(hung))
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
         """Count a rank that has compiled a grammar, or has failed to. The last one settles the future of the call."""
@@ -375,8 +351,7 @@ class RankExecutor:
         """Take in a message of a rank."""
         if self._error is not None:
             return
-        if self._silent:
-            self._silent[rank] = 0
+        self._heartbeat.heard(rank)
         match decode_from_rank(data):
             case StillHere():
                 pass
@@ -531,7 +506,7 @@ class RankExecutor:
             self._state = "closed"
             return
         self._state = "closed"
-        self._stop_listening()
+        self._heartbeat.stop()
         if self._loop is not asyncio.get_running_loop():
             self._leave_behind()
             return
