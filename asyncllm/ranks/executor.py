@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -80,6 +81,9 @@ _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release what they hold before they are killed."""
 
 
+_Result = TypeVar("_Result")
+
+
 class RankExecutor:
     """States: new, starting, running, perhaps dead, then closed. Written by its event loop's thread."""
 
@@ -98,14 +102,14 @@ class RankExecutor:
         self._ready: list[asyncio.Future[Limits]] = []
         self._unanswered: list[deque[_Step]] = []
         """By rank: the steps that it has not answered, oldest first."""
-        self._command: _Command | None = None
+        self._command: _Call[None] | None = None
         """What is being carried out."""
-        self._adapters: dict[int, _Adapter] = {}
+        self._adapters: dict[int, _Call[str]] = {}
         """By number: those that some rank is still reading."""
         self._heartbeat = Heartbeat(
             config.tp, work=self._work, ask=lambda: self._send_all(encode(AreYouThere())), on_silence=self._end_hung
         )
-        self._grammars: dict[int, _Command] = {}
+        self._grammars: dict[int, _Call[None]] = {}
         """By number: those that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
         """Numbers of grammars that nothing refers to any more. Written by whatever thread drops the last reference."""
@@ -199,9 +203,8 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[StepOutput] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[StepOutput] = self._new_future()
+        if future.done():
             return future
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
@@ -222,11 +225,10 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[None] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[None] = self._new_future()
+        if future.done():
             return future
-        self._command = _Command(future, self.num_ranks)
+        self._command = _Call(future, self.num_ranks)
         self._heartbeat.begin()
         match command:
             case Sleep() | Wake() | TakeVocabulary():
@@ -240,24 +242,25 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[None] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[None] = self._new_future()
+        if future.done():
             return future
         text = grammar.text
         weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
-        self._grammars[text.number] = _Command(future, self.num_ranks)
+        self._grammars[text.number] = _Call(future, self.num_ranks)
         self._heartbeat.begin()
         self._send_all(encode(TakeGrammar(text)))
         return future
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it."""
-        future: asyncio.Future[str] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        future: asyncio.Future[str] = self._new_future()
+        if future.done():
             return future
-        self._adapters[adapter.number] = _Adapter(future, self.num_ranks)
+        self._adapters[adapter.number] = _Call(future, self.num_ranks)
         self._heartbeat.begin()
         self._send_all(encode(TakeAdapter(adapter)))
         return future
@@ -270,10 +273,7 @@ class RankExecutor:
     def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
         """Count a rank that has read an adapter, or has failed to. The last one settles the future of the call."""
         taken = self._adapters[number]
-        taken.waits_for -= 1
-        if failure is not None:
-            taken.failures.append(failure.error())
-        if taken.waits_for:
+        if not taken.answered(failure):
             return
         del self._adapters[number]
         if taken.failures:
@@ -305,15 +305,13 @@ class RankExecutor:
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
         """Count a rank that has compiled a grammar, or has failed to. The last one settles the future of the call."""
         taken = self._grammars[number]
-        taken.waits_for -= 1
-        if failure is not None:
-            taken.failures.append(failure.error())
-        if not taken.waits_for:
-            del self._grammars[number]
-            if taken.failures:
-                set_exception(taken.future, taken.failures[0])
-            else:
-                set_result(taken.future, None)
+        if not taken.answered(failure):
+            return
+        del self._grammars[number]
+        if taken.failures:
+            set_exception(taken.future, taken.failures[0])
+        else:
+            set_result(taken.future, None)
 
     def _share(self, share: partial[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
         """Copy new weights to shared memory in a thread, then send them."""
@@ -341,6 +339,13 @@ class RankExecutor:
     def _send_all(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
         for channel in self._channels:
             channel.send(message, descriptors)
+
+    def _new_future(self) -> asyncio.Future[Any]:
+        """Return the future of a call. If the ranks are dead, it has raised EngineDead already. Raises EngineClosed."""
+        future: asyncio.Future[Any] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+        return future
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._state != "running":
@@ -401,10 +406,7 @@ class RankExecutor:
     def _carried_out(self, failure: Failure | None) -> None:
         command = self._command
         assert command is not None
-        command.waits_for -= 1
-        if failure is not None:
-            command.failures.append(failure.error())
-        if command.waits_for:
+        if not command.answered(failure):
             if command.failures:
                 self._running().call_later(_AGREEMENT_S, self._check_command, command)
             return
@@ -419,7 +421,7 @@ class RankExecutor:
             set_exception(command.future, error if not isinstance(error, AsyncLLMError) else dead(error))
             self._die(error)
 
-    def _check_command(self, command: _Command) -> None:
+    def _check_command(self, command: _Call[None]) -> None:
         """End all ranks if one has refused a command that others do not come out of: they wait for it."""
         if self._command is command and self._error is None and self._state == "running":
             error = command.cause()
@@ -546,22 +548,20 @@ class _Step:
         """How it ended for the ranks that have answered."""
 
 
-class _Adapter:
-    """An adapter that some rank has not read."""
+class _Call(Generic[_Result]):
+    """A command, an adapter or a grammar, which some rank has not answered."""
 
-    def __init__(self, future: asyncio.Future[str], num_ranks: int) -> None:
+    def __init__(self, future: asyncio.Future[_Result], num_ranks: int) -> None:
         self.future = future
         self.waits_for = num_ranks
         self.failures: list[Exception] = []
 
-
-class _Command:
-    """A command that some rank has not carried out, or a grammar that it has not compiled."""
-
-    def __init__(self, future: asyncio.Future[None], num_ranks: int) -> None:
-        self.future = future
-        self.waits_for = num_ranks
-        self.failures: list[Exception] = []
+    def answered(self, failure: Failure | None) -> bool:
+        """Take in how the call ended for a rank. Return whether that was the last one."""
+        self.waits_for -= 1
+        if failure is not None:
+            self.failures.append(failure.error())
+        return not self.waits_for
 
     def cause(self) -> Exception:
         """Return the failure that others may have followed."""
