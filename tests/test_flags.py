@@ -66,6 +66,7 @@ def test_generation_options(arguments: list[str], expected: GenerationConfig) ->
         (["--hf-overrides", 'scaling={"factor": 2.0}'], EngineConfig(hf_overrides={"scaling": {"factor": 2.0}})),
         (["--hf-overrides", "name=plain"], EngineConfig(hf_overrides={"name": "plain"})),
         (["--cache-max-entry-count", "12"], EngineConfig(cache_max_entry_count=12.0)),
+        (["--adapters", "a/b"], EngineConfig(adapters={"default": "a/b"})),
     ],
 )
 def test_engine_options(arguments: list[str], expected: EngineConfig) -> None:
@@ -77,6 +78,8 @@ def test_bounds_are_those_of_the_struct() -> None:
         parse(GenerationConfig, "--temperature", "3")
     with pytest.raises(InvalidParameter, match="tp"):
         parse(EngineConfig, "--tp", "65")
+    with pytest.raises(InvalidParameter, match=r"'tiny-chat' is not NAME=VALUE.*before the option"):
+        parse(EngineConfig, "--adapters", "a=b", "--adapters", "tiny-chat")
 
 
 @pytest.mark.parametrize(

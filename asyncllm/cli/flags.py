@@ -50,6 +50,9 @@ ALIASES = {
 }
 """Field -> LMDeploy's names of its option."""
 
+ALONE = {"adapters": "default"}
+"""Field of pairs -> name of a value that is given without one, as the only one, as in LMDeploy."""
+
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
 
 
@@ -102,7 +105,7 @@ def add(
         annotation, description = _unwrap(hints[name])
         options = _spelled(name), *ALIASES.get(name, ())
         help_text = f"{description} Default: {shown[name]}.".replace("%", "%%")
-        kind = _kind(annotation, several)
+        kind = _kind(annotation, several, name in ALONE)
         parser.add_argument(*options, dest=name, default=defaults.get(name, argparse.SUPPRESS), help=help_text, **kind)
 
 
@@ -117,6 +120,14 @@ def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> C
         annotation, _ = _unwrap(typing.get_type_hints(config, include_extras=True)[name])
         if typing.get_origin(_without_none(annotation)) is dict:
             fields[name] = {key: item for pairs in value for key, item in pairs.items()}
+            if None in fields[name]:
+                if len(value) > 1:
+                    raise InvalidParameter(
+                        f"{fields[name][None]!r} is not NAME=VALUE. One value alone needs no name, and a model's name "
+                        f"stands before the option.",
+                        name,
+                    )
+                fields[name] = {ALONE[name]: fields[name][None]}
     return config.from_dict({**fields, **fixed}).checked()
 
 
@@ -135,8 +146,8 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _kind(annotation: Any, several: bool) -> dict[str, Any]:
-    """Return the `add_argument` keywords for a field's type."""
+def _kind(annotation: Any, several: bool, alone: bool) -> dict[str, Any]:
+    """Return the `add_argument` keywords for a field's type. `alone`: a value may come without its name."""
     inner = _without_none(annotation)
     optional = inner is not annotation
     origin = typing.get_origin(inner)
@@ -153,7 +164,8 @@ def _kind(annotation: Any, several: bool) -> dict[str, Any]:
     if origin is dict:
         key, value = (_unwrap(each)[0] for each in typing.get_args(inner))
         action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}
-        return {**action, "type": _pair(key, value, several), "metavar": "NAME=VALUE"}
+        metavar = "[NAME=]VALUE" if alone else "NAME=VALUE"
+        return {**action, "type": _pair(key, value, several, alone), "metavar": metavar}
     return {"type": _or_none(inner) if optional else inner, "metavar": inner.__name__.upper()}
 
 
@@ -165,12 +177,14 @@ def _or_none(kind: Any) -> Any:
     return parse
 
 
-def _pair(key: Any, value: Any, several: bool) -> Any:
+def _pair(key: Any, value: Any, several: bool, alone: bool) -> Any:
     def parse(text: str) -> dict[Any, Any]:
         whole = _json_or_text(text) if value is Any else None
         if isinstance(whole, dict):
             return whole
         name, equals, rest = text.partition("=")
+        if not equals and alone:
+            return {None: value(text)}
         if not equals:
             hint = ". A model's name stands before the option" if several else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE{hint}")

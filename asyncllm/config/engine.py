@@ -205,7 +205,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = False
     adapters: Annotated[
         dict[str, str] | None,
-        Meta(description="LoRA adapters that are loaded at start: name to a folder of PEFT's, or a hub id."),
+        Meta(
+            description="LoRA adapters that are loaded at start: name to a folder of PEFT's, or a hub id. On a command "
+            "line one of them alone may come without a name: default."
+        ),
     ] = None
     max_loras: Annotated[
         int,
