@@ -18,6 +18,7 @@ from asyncllm.kernels.moe import fused_experts
 __all__ = [
     "E2M1",
     "E8M0_BIAS",
+    "MOST_E8M0",
     "PLANE",
     "PackedWeight",
     "chunk_of",
@@ -40,6 +41,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of the codes 0 to 7; those of 8 to 15 are negative."""
 
 E8M0_BIAS = 127
+
+MOST_E8M0 = 136
+"""Largest exponent of a scale that kernels take: 2 ** 9."""
 """Of exponents."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
-from asyncllm.kernels.packed import E2M1, E8M0_BIAS, PLANE, chunk_of, expand_stack, pack_codes
+from asyncllm.kernels.packed import E2M1, E8M0_BIAS, MOST_E8M0, PLANE, chunk_of, expand_stack, pack_codes
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
@@ -128,6 +128,8 @@ class PackedMXFP4(LinearMethod):
         )
         if (scales == _NAN).any():
             raise InvalidCheckpoint("the scales of this weight are not all numbers; download it again")
+        if (scales > MOST_E8M0).any():
+            raise UnsupportedModel(f"MXFP4 scales above {2.0 ** (MOST_E8M0 - E8M0_BIAS):g} are not implemented.")
         if own.whole is not None:
             values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
             own.whole[index, rows].copy_(torch.ldexp(values[codes.int()], scales.int() - E8M0_BIAS))

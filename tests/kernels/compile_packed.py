@@ -41,7 +41,7 @@ def dequantize_case(bits: int) -> Case:
 
 def experts_case(block: int, *, floating: bool = False) -> Case:
     """In the shape of Qwen3-30B-A3B, or of gpt-oss."""
-    tile = packed_experts.TILES[block]
+    tile = (packed_experts.E2M1_TILES if floating else packed_experts.TILES)[block]
     constexprs = {
         "N": 5760 if floating else 1536, "K": 2880 if floating else 2048, "BITS": 4, "GROUP": 32 if floating else 128,
         "FLOATING": floating, "ORDERED": False, "ASSIGNMENTS_PER_X": 8, "SWIGLU": True, "BIAS": floating,

@@ -158,23 +158,23 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
     ],
 )
 def test_products(config: WideConfig, dtype: torch.dtype) -> None:
-    """Of rows that do not fill a tile, in several tiles of tokens, and with one group."""
+    """Rows that do not fill a tile, several tiles of tokens, one group for all features, tiles that no blocks share."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    for k, group in ((4096, 128), (1056, 1056)):
-        weight = small_scales(1040, k, group=group)
-        bias = random(1040, seed=5, dtype=dtype)
+    for n, k, group in ((1040, 4096, 128), (1040, 1056, 1056), (1024, 256, 128)):
+        weight = small_scales(n, k, group=group)
+        bias = random(n, seed=5, dtype=dtype)
         for tokens in (1, config.tokens, 2 * config.tokens + 5):
             x = random(tokens, k, seed=tokens, dtype=dtype)
-            poison((tokens, 1040), dtype=dtype)
+            poison((tokens, n), dtype=dtype)
             y = assert_repeatable(lambda rows=x, of=weight, plus=bias: hopper_packed_wide.wide(rows, of, plus, config))
             wanted = expected(x, weight, bias, rounded=config.rounded)
             bound = 4e-3 if dtype == torch.bfloat16 else 1e-3
-            assert (y.double() - wanted).norm() < bound * wanted.norm(), (k, tokens)
+            assert (y.double() - wanted).norm() < bound * wanted.norm(), (n, k, tokens)
             if config.halves == 2:
                 plain = hopper_packed_wide.wide(x, weight, None, config)
                 gated = hopper_packed_wide.wide(x, weight, None, config, gated=True).float()
-                assert (gated - kernels.silu_mul(plain).float()).norm() < 2e-2 * gated.norm(), (k, tokens)
+                assert (gated - kernels.silu_mul(plain).float()).norm() < 2e-2 * gated.norm(), (n, k, tokens)
     assert not zero_counters(y.device).any()
 
 

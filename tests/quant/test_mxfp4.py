@@ -141,6 +141,7 @@ def test_it_answers_after_its_sleep_as_before(folder: Path, level: int) -> None:
         (without(f"{NAME}_scales"), InvalidCheckpoint, r"no tensor fills 5 .*layers\.1\.mlp\.down\.scales"),
         (without(f"{NAME}_blocks"), InvalidCheckpoint, r"no tensor fills 5 .*layers\.1\.mlp\.down\.blocks"),
         (replaced(f"{NAME}_scales", lambda scales: scales | 255), InvalidCheckpoint, "down_proj_scales.*not all numb"),
+        (replaced(f"{NAME}_scales", lambda scales: scales % 2 + 137), UnsupportedModel, "scales above 512"),
         (replaced(f"{NAME}_scales", lambda scales: scales[:, :, :1]), InvalidCheckpoint, r"shape \[5, 64, 1\]"),
         (replaced(f"{NAME}_blocks", lambda blocks: blocks.int()), UnsupportedModel, "down_proj_blocks.*I32"),
     ],

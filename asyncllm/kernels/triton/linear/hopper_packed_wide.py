@@ -419,11 +419,11 @@ def wide(
     token_tiles, column_tiles, steps = -(-tokens // config.tokens), -(-n // rows), -(-k // CHUNK)
     shares = share_count(config, token_tiles, column_tiles, steps, processors(x.device))
     blocks = shares * token_tiles
-    partial = flags = out
+    flags = zero_counters(x.device)
+    partial = flags.view(torch.float32)
     if column_tiles % shares:
         numbers = blocks * CONSUMERS * config.halves * 64 * config.tokens
         partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
-        flags = zero_counters(x.device)
     maps = (TensorMap(x, (config.tokens, 32), LINES), TensorMap(weight.words.view(-1, 32), (RUN, 32), LINES))
     tensors = (out, out if bias is None else bias, weight.scales, weight.zeros, partial, flags)
     configured = _configured(config, k, weight.group_size, gated, bias is not None)

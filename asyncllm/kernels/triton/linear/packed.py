@@ -55,46 +55,44 @@ Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | WideConfig | Tile | 
 TABLES: dict[str, Table] = {
     "NVIDIA H200": {
         (6144, 4096): (
-            (8, RingConfig(64, 8, 8, splits=4)),  # 9.2 us, bf16 12.2
-            (16, RingConfig(64, 16, 8, splits=4)),  # 9.9 us, 15.6
-            (32, RingConfig(64, 32, 4, splits=4)),
-            (64, RingConfig(64, 64, 4, splits=2)),  # 17.0 us, 16.9
+            (8, RingConfig(64, 8, 8, splits=4, joined=True)),  # 9.0 us, bf16 12.2
+            (16, RingConfig(64, 16, 8, splits=4, joined=True)),  # 10.0 us, 15.6
+            (32, RingConfig(64, 32, 4, splits=4, joined=True)),  # 16.1 us
+            (64, RingConfig(64, 64, 4, splits=2, joined=True)),  # 16.2 us, 18.1
             (128, RingConfig(64, 128, 2, splits=2, rounded=True)),  # 26.9 us, expanded first 32.3, bf16 16.5
             (256, None),  # 38.6 us, 46.4 without, bf16 20.4
         ),
         (4096, 4096): (
             (8, RingConfig(64, 8, 8, splits=8)),  # 6.2 us, bf16 8.9
-            (16, RingConfig(64, 16, 8, splits=4)),  # 8.2 us, 9.8
-            (32, RingConfig(64, 32, 4, splits=4)),
-            (64, RingConfig(64, 64, 4, splits=4)),  # 14.4 us, 12.7
+            (16, RingConfig(64, 16, 8, splits=4, joined=True)),  # 8.1 us, 9.8
+            (32, RingConfig(64, 32, 4, splits=4, joined=True)),  # 12.8 us
+            (64, RingConfig(64, 64, 4, splits=4, joined=True)),  # 14.1 us, 13.6
             (256, None),  # 24.7 us at 128, bf16 13.4; 25.9 at 256, 16.4
         ),
         (28672, 4096): (
             (8, RingConfig(64, 8, 4, splits=4)),  # 22.7 us, bf16 53.4
-            (16, RingConfig(64, 16, 6)),  # 27.4 us, 57.0
-            (32, RingConfig(64, 32, 4)),
-            (64, RingConfig(64, 64, 4)),  # 38.9 us, 59.4
-            (256, RingConfig(64, 128, 2, rounded=True)),  # 63.2 and 118.8 us, expanded first 146, 173, bf16 64.4, 92.6
+            (16, RingConfig(64, 16, 6, joined=True)),  # 25.4 us, 57.0
+            (32, RingConfig(64, 32, 4, joined=True)),  # 29.3 us
+            (64, RingConfig(64, 64, 4, joined=True)),  # 38.1 us, 64.1
+            # 61.5 and 118.4 us, expanded first 149, 176, bf16 67.3, 93.3
+            (256, RingConfig(64, 128, 2, rounded=True, joined=True)),
         ),
         (4096, 14336): (
-            (8, RingConfig(64, 8, 8, splits=8)),  # 14.8 us, bf16 26.9
-            (16, RingConfig(64, 16, 6, splits=8)),  # 15.4 us, 28.2
-            (32, RingConfig(64, 32, 4, splits=8)),
-            (64, RingConfig(64, 64, 4, splits=4)),  # 27.3 us, 32.2
+            (8, RingConfig(64, 8, 8, splits=8, joined=True)),  # 14.0 us, bf16 26.9
+            (16, RingConfig(64, 16, 6, splits=8, joined=True)),  # 15.1 us, 28.2
+            (32, RingConfig(64, 32, 4, splits=8, joined=True)),  # 24.9 us
+            (64, RingConfig(64, 64, 4, splits=4, joined=True)),  # 26.2 us, 36.1
             (128, RingConfig(64, 128, 2, splits=4, rounded=True)),  # 45.9 us, expanded first 77.7, bf16 36.4
-            (
-                256,
-                RingConfig(64, 128, 2, splits=2, rounded=True),
-            ),  # 72.8 us, in tiles 75.6, expanded first 86.9, bf16 47.4
+            # 72.8 us, in tiles 75.6, expanded first 86.9, bf16 47.4
+            (256, RingConfig(64, 128, 2, splits=2, rounded=True)),
         ),
     }
 }
 """By device name, then by weight shape (N, K) of 4 bits in groups of 128 or more: the most tokens that a configuration
 is for, ascending; None: the weight is expanded first. Figures are of one token, 16, 64, 128 and 256 in bfloat16 with
-scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. 17 to 32 tokens are not timed. What no entry
-covers has a tile of `TILES`.
+scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. What no entry covers has a tile of `TILES`.
 
-The four products of a layer take 53 us with one token, 61 with 16 and 98 with 64, where those of bfloat16 take 101,
+The four products of a layer take 53 us with one token, 59 with 16 and 95 with 64, where those of bfloat16 take 101,
 111 and 121, and reading the words takes 27. From 65 tokens on they are slower than these: each block reads all tokens,
 which is more than its words. At 512 tokens all four take less time expanded."""
 

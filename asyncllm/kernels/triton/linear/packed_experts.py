@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.moe import GATE_SLOPE
-from asyncllm.kernels.packed import PackedWeight
+from asyncllm.kernels.packed import MOST_E8M0, PackedWeight
 from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.packed import codes_of, e2m1_value, expand_experts, factors_of, shifted_words
@@ -34,35 +34,69 @@ __all__ = ["MOST_PER_EXPERT", "TILES", "multiply", "packed_experts"]
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 8, 4)}
 """By tokens per block: those of `linear.packed`. Not measured here. Blocks of 128 spill registers."""
 
+E2M1_TILES = {16: Tile(128, 16, 4, 4), 32: Tile(128, 32, 4, 4), 64: Tile(128, 64, 4, 3)}
+"""Of e2m1 numbers beside bfloat16. On an H200, of 15 for gpt-oss's experts (us of both products with 64, 256 and 1,024
+tokens): 240, 410 and 770; those of `TILES` 233, 446 and 1,219 where scales are applied to sums instead. Blocks of 128
+tokens take 837 and 1,008."""
+
+MOST_EXPONENT = tl.constexpr(MOST_E8M0)
+
 MOST_PER_EXPERT = 512
 """Assignments an expert has on average, above which weights are expanded first. Not measured."""
 
 
 @triton.jit
-def _e2m1(words, INDEX: tl.constexpr, dtype: tl.constexpr):
-    """words int16 [R, 32] -> the e2m1 numbers of the codes INDEX, of `dtype`.
+def _e2m1(words, INDEX: tl.constexpr):
+    """words int16 [R, 32] -> the e2m1 numbers of the codes INDEX, float16.
 
-    Exponent and fraction are the last and the first bits of those of `dtype`, whose smallest numbers they make, and
-    these are brought up by a power of two.
+    Exponent and fraction are the last and the first bits of a float16's, whose smallest numbers they make, and these
+    are brought up by a power of two.
     """
     if INTERPRET:
-        return round_to(e2m1_value((words >> (4 * INDEX)) & 15), dtype)
+        return round_to(e2m1_value((words >> (4 * INDEX)) & 15), tl.float16)
     else:
-        # The code is brought to the lowest four bits; 0x1c0 and 0xe00 are its seven lower values in place.
+        # The code is brought to the lowest four bits; 0xe00 is its three lower ones in place.
         shifted = words if INDEX == 0 else shifted_words(words, INDEX)
-        if dtype == tl.bfloat16:
-            bits = tl.inline_asm_elementwise(
-                "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 6; "
-                "lop3.b32 m, m, 0x01c001c0, s, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c;}",
-                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            bits = tl.inline_asm_elementwise(
-                "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 9; "
-                "lop3.b32 m, m, 0x0e000e00, s, 0xea; mov.b32 c, 0x74007400; mul.rn.f16x2 $0, m, c;}",
-                "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
-            )  # fmt: skip
-        return bits.to(dtype, bitcast=True)
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 9; "
+            "lop3.b32 m, m, 0x0e000e00, s, 0xea; mov.b32 c, 0x74007400; mul.rn.f16x2 $0, m, c;}",
+            "=r,r", [shifted], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _scaled_e2m1(words, scales, INDEX: tl.constexpr, SHIFT: tl.constexpr):
+    """words int16 [R, 32], exponents uint8 [R] (e8m0) of at most 128 + SHIFT -> the e2m1 numbers of the codes INDEX
+    times their scales and 2 ** -SHIFT, bfloat16, exact.
+
+    The scale and the power of two that brings the smallest numbers up, as in `_e2m1`, are one factor.
+    """
+    if INTERPRET:
+        factors = factors_of(scales, True)[:, None] * 2.0**-SHIFT
+        return round_to(e2m1_value((words >> (4 * INDEX)) & 15) * factors, tl.bfloat16)
+    else:
+        shifted = words if INDEX == 0 else shifted_words(words, INDEX)
+        factors = ((scales.to(tl.int32) + (126 - SHIFT)) << 7).to(tl.int16)[:, None]
+        bits = tl.inline_asm_elementwise(
+            "{.reg .b32 s, m; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 6; "
+            "lop3.b32 m, m, 0x01c001c0, s, 0xea; mul.rn.bf16x2 $0, m, $2;}",
+            "=r,r,r", [shifted, factors], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _chunk_scales(scale_ptrs, chunk, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr):
+    """Scales [R] of a chunk's four planes; behind the last group, those of that."""
+    group = chunk * CHUNK // GROUP
+    STEP: tl.constexpr = 32
+    return (
+        tl.load(scale_ptrs + tl.minimum(group, GROUPS - 1) * N),
+        tl.load(scale_ptrs + tl.minimum(group + STEP // GROUP, GROUPS - 1) * N),
+        tl.load(scale_ptrs + tl.minimum(group + 2 * STEP // GROUP, GROUPS - 1) * N),
+        tl.load(scale_ptrs + tl.minimum(group + 3 * STEP // GROUP, GROUPS - 1) * N),
+    )
 
 
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
@@ -83,6 +117,9 @@ def packed_experts_kernel(
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     ONE_SCALE: tl.constexpr = GROUP >= K or GROUP % CHUNK == 0
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    # A bfloat16 holds an e2m1 number times any exponent: a product needs no factor behind it.
+    SCALED_FIRST: tl.constexpr = FLOATING and dtype == tl.bfloat16
+    SHIFT: tl.constexpr = MOST_EXPONENT - 128
     OUTPUTS: tl.constexpr = N // 2 if SWIGLU else N
     block, first_output = tile_of(max_blocks, OUTPUTS, BLOCK_N // 2 if SWIGLU else BLOCK_N, BLOCKS_PER_GROUP)
     wait_for_producers(USE_PDL)
@@ -104,13 +141,20 @@ def packed_experts_kernel(
     ones = tl.full([BLOCK_N, 32], 1.0, tl.float32 if INTERPRET else dtype)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     # The pipeline takes no loads of less than four bytes a thread: what comes first is scaled by is here ahead of it.
-    next_scales = tl.load(scale_ptrs)
-    next_zeros = next_scales if FLOATING else tl.load(zero_ptrs)
+    if SCALED_FIRST:
+        coming_scales = _chunk_scales(scale_ptrs, 0, CHUNK, GROUP, GROUPS, N)
+    else:
+        next_scales = tl.load(scale_ptrs)
+        next_zeros = next_scales if FLOATING else tl.load(zero_ptrs)
     for chunk in range(0, CHUNKS):
         words = tl.load(word_ptrs)
         word_ptrs += N * 32
-        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        x_sum = total
+        if SCALED_FIRST:
+            chunk_scales = coming_scales
+            coming_scales = _chunk_scales(scale_ptrs, chunk + 1, CHUNK, GROUP, GROUPS, N)
+        else:
+            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            x_sum = total
         for index in tl.static_range(PLANES):
             first = chunk * CHUNK + index * 32
             exists = first + lane < K
@@ -119,12 +163,14 @@ def packed_experts_kernel(
                 columns = tl.load(order_ptr + expert * K + columns, mask=exists, other=0)
             x_ptrs = x_ptr + x_row[None, :] * K + columns[:, None]
             x = tl.load(x_ptrs) if K % CHUNK == 0 else tl.load(x_ptrs, mask=exists[:, None], other=0.0)
-            if FLOATING:
-                total = dot(_e2m1(words, index, dtype), x, total)
+            if SCALED_FIRST:
+                acc = dot(_scaled_e2m1(words, chunk_scales[index], index, SHIFT), x, acc)
+            elif FLOATING:
+                total = dot(_e2m1(words, index), x, total)
             else:
                 total = dot(codes_of(words, index, BITS, dtype), x, total)
                 x_sum = dot(ones, x, x_sum)
-            if index == PLANES - 1 or not ONE_SCALE:
+            if not SCALED_FIRST and (index == PLANES - 1 or not ONE_SCALE):
                 scales, zeros = factors_of(next_scales, FLOATING), next_zeros
                 coming = tl.minimum((first + 32) // GROUP, GROUPS - 1)
                 next_scales = tl.load(scale_ptrs + coming * N)
@@ -136,6 +182,8 @@ def packed_experts_kernel(
                     acc += (total - left[:, None] * x_sum) * scales[:, None]
                 total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
                 x_sum = total
+    if SCALED_FIRST:
+        acc *= 2.0**SHIFT
     if BIAS:
         acc += tl.load(bias_ptr + expert * N + read).to(tl.float32)[:, None]
     store_block(acc, y_ptr, assignments, filled, first_output, OUTPUTS, SWIGLU, LIMIT, SLOPE)
@@ -165,6 +213,9 @@ def packed_experts(
     if num_assignments <= max(top_k, num_experts // 8):
         ids = expert_ids.view(-1)
         blocks = Blocks(ids, ids, 16, True)
+    elif _scaled_first(gate_up, x):
+        average = num_assignments / num_experts
+        blocks = group(expert_ids, num_experts, next((each for each in E2M1_TILES if each >= average), max(E2M1_TILES)))
     else:
         size = min(tokens_per_block(num_assignments, num_experts), max(TILES))
         blocks = group(expert_ids, num_experts, size)
@@ -174,6 +225,11 @@ def packed_experts(
     multiply(hidden, down, outputs, blocks, top_k=1, swiglu=False, bias=down_bias)
     add_up(outputs, weights, out)
     return out
+
+
+def _scaled_first(weight: PackedWeight, x: Tensor) -> bool:
+    """Return whether the kernel's numbers are scaled before the product."""
+    return weight.zeros is None and x.dtype == torch.bfloat16
 
 
 def multiply(
@@ -188,7 +244,7 @@ def multiply(
     limit: float | None = None,
 ) -> None:
     """As `moe.multiply`. x [*, K] of 16 bits, bias [E, N]."""
-    tile = TILES[blocks.size]
+    tile = (E2M1_TILES if _scaled_first(weight, x) else TILES)[blocks.size]
     num_blocks = blocks.experts.shape[0]
     launch(
         packed_experts_kernel,
