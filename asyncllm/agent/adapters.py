@@ -6,16 +6,19 @@ GPU an adapter comes up on a stream of its own: behind the last step that reads 
 of the step that brings it. That one is launched while the step before it runs, which as a rule takes longer than the
 copy. What a step that was never launched should have brought up, the next start that names it brings.
 
-A slot is one run of memory with room for the factors of every adapted layer, so that an adapter is uploaded in one
-copy:
+A slot has room for the factors of every adapted layer. The slots of a factor lie side by side, as a launch reads all of
+them, and an adapter's factors far apart would each need an address translation of their own:
 
-    slot    | layer 0: A, B | layer 1: A, B | ...      at the same places in host memory; layers see [slots, ...] views
+    host    | layer 0: A | B | layer 1: A | B | ...                     an adapter
+    device  | layer 0: A of all slots | B of all slots | layer 1: ...   layers see [slots, ...] views
     ranks   [slots, layers]
+
+An adapter comes up in one copy, and its factors go to their places in a launch or a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -115,6 +118,8 @@ class AdapterPool:
         """The stream of uploads; None: the computing stream."""
         if self._device.type == "cuda":
             self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._arrived = torch.empty(0, dtype=self._dtype)
+        """The adapter that `uploads` has brought up last, as it lay in host memory; empty without such a stream."""
         self._last_read: dict[int, torch.cuda.Event] = {}
         """Slot -> the end of the last launched step that reads it."""
         for name, folder in paths.items():
@@ -155,14 +160,16 @@ class AdapterPool:
         starts = []
         for count in (len(layer.rows) * self._room * layer.in_features, layer.out_features * self._room):
             starts.append(slice(self._size, self._size + count))
-            self._size += -(-count // _ALIGNMENT) * _ALIGNMENT
+            self._size += _aligned(count)
         return _Place(path, layer, *starts)
 
     def allocate(self) -> None:
         """Allocate the slots, and give the layers their views. Raises ModelError if there is not enough memory."""
         num_slots, room = self.num_slots, self._room
         try:
-            self._values = torch.zeros(num_slots, self._size, dtype=self._dtype, device=self._device)
+            self._values = torch.zeros(num_slots * self._size, dtype=self._dtype, device=self._device)
+            if self.uploads is not None:
+                self._arrived = torch.empty(self._size, dtype=self._dtype, device=self._device)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             raise ModelError(
                 f"{num_slots} slots for adapters of rank {room} take "
@@ -173,9 +180,19 @@ class AdapterPool:
         self.read_by_steps(range(num_slots))  # so that the first upload comes after the zeros
         for index, place in enumerate(self._places):
             layer = place.layer
-            a = self._values[:, place.a].view(num_slots, -1, layer.in_features)
-            b = self._values[:, place.b].view(num_slots, layer.out_features, room)
+            a = self._of_slots(place.a).view(num_slots, -1, layer.in_features)
+            b = self._of_slots(place.b).view(num_slots, layer.out_features, room)
             layer.adapters = LayerAdapters(LoRAWeights(a, b, self._ranks[:, index], place.sizes))
+
+    def _factors(self) -> Iterator[slice]:
+        for place in self._places:
+            yield from (place.a, place.b)
+
+    def _of_slots(self, factor: slice) -> Tensor:
+        """Return a factor's numbers in all slots, [slots, numbers]."""
+        size = factor.stop - factor.start
+        row = _aligned(size)
+        return self._values.narrow(0, self.num_slots * factor.start, self.num_slots * row).view(-1, row)[:, :size]
 
     def release(self) -> None:
         """Free the memory on the device. The layers must not be called any more."""
@@ -183,7 +200,7 @@ class AdapterPool:
             place.layer.adapters = None
         self._content.clear()
         self._last_read.clear()
-        self._values = self._ranks = torch.empty(0)
+        self._values = self._arrived = self._ranks = torch.empty(0)
 
     def load(self, adapter: LoadAdapter) -> str:
         """Read an adapter into host memory, and return the digest of its files. In any thread, while steps run. Raises
@@ -217,7 +234,9 @@ class AdapterPool:
         self._content[slot] = number
 
     def _copy(self, host: _Host, slot: int) -> None:
-        self._values[slot].copy_(host.values, non_blocking=True)
+        values = host.values if self.uploads is None else self._arrived.copy_(host.values, non_blocking=True)
+        places = [self._of_slots(factor)[slot] for factor in self._factors()]
+        torch._foreach_copy_(places, [values[factor] for factor in self._factors()])
         self._ranks[slot].copy_(host.ranks, non_blocking=True)
 
     def read_by_steps(self, slots: Iterable[int]) -> None:
@@ -258,6 +277,10 @@ class AdapterPool:
                 b[layer.rows[factors.part], :rank] = factors.b
                 ranks[index] = max(int(ranks[index]), rank)
         return _Host(values, ranks)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def _linear_layers(model: nn.Module) -> dict[str, Linear]:

@@ -195,9 +195,10 @@ def test_an_upload_waits_for_no_step_that_does_not_read_its_slot(base: Path, ada
         pool.uploads.synchronize()
         # The second step has been waited for, and what is launched now comes behind the upload.
         assert stream.query()
-        places = pool._values[1].clone()
+        found = [pool._of_slots(factor)[1].clone() for factor in pool._factors()]
     stream.synchronize()
-    assert torch.equal(places.cpu(), pool._host[3].values)
+    for factor, place in zip(pool._factors(), found, strict=True):
+        assert torch.equal(place.cpu(), pool._host[3].values[factor])
 
 
 async def test_slots_sleep_and_wake(base: Path, adapters: list[str]) -> None:
