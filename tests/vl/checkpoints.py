@@ -183,10 +183,11 @@ def shared_oracle(kind: str) -> Callable[[Sequence[int], Sequence[Image.Image]],
 def worst_difference(kind: str, prompt_ids: Sequence[int], images: Sequence[Image.Image], response: Response) -> float:
     """Return by how much the log-probabilities of an answer's tokens differ from transformers', given its images.
 
-    A tiny model may answer with the token of images, for which transformers wants one: tokens before it are compared.
+    A tiny model may answer with the token of images, for which transformers' classes want one: tokens before it are
+    compared.
     """
     assert response.logprobs is not None
-    ids = list(takewhile(lambda token: token != IMAGE_ID, response.token_ids))
+    ids = list(takewhile(lambda token: kind in PUBLISHED or token != IMAGE_ID, response.token_ids))
     assert len(ids) > 1
     logits = shared_oracle(kind)([*prompt_ids, *ids], images)[len(prompt_ids) - 1 : -1]
     assert logits.argmax(-1).tolist() == ids, "another token is the likeliest"
