@@ -3,7 +3,6 @@ others by what it learned. A stream of S is [T, S * hidden], the computed one fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Unpack
 
 import torch
@@ -11,17 +10,16 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.block import SandwichBlock, SandwichParts
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["AltUp", "AltUpBlock", "LowRankResidual"]
 
 
-class AltUp(Layer):
+class AltUp(Owner):
     """What all streams of a layer are in front of it, as it predicts them, and how they are corrected behind it."""
 
     def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
@@ -32,12 +30,6 @@ class AltUp(Layer):
         self.correction = Linear(streams, streams, shard="replicated")
         self.output_scale = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.hidden_size = hidden_size
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {("output_scale", None, None): (self.hidden_size,)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.output_scale.copy_(tensor)
 
     def predict(self, streams: Tensor, step: StepInputs) -> Tensor:
         """streams [T, S, hidden] -> the same, each with a mixture of all."""

@@ -14,10 +14,10 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation, RoundedRows, Rounding
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, PartKey
 from asyncllm.layers.layer_norm import HeadsLayerNorm, ListedHeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
-from asyncllm.layers.linear_method import PartKey, Shard
+from asyncllm.layers.linear_method import Shard
 from asyncllm.layers.norm import RMSNorm, UnitNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 

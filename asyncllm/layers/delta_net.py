@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Owner
 from asyncllm.layers.linear import Linear, MergedLinear
-from asyncllm.layers.linear_method import PartKey, Weighted
+from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -19,7 +19,7 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["GatedDeltaNet"]
 
 
-class Decay(Layer):
+class Decay(Owner):
     """How much of its memory each head forgets at a token. Always float32."""
 
     parameter_dtype = torch.float32
@@ -28,12 +28,6 @@ class Decay(Layer):
         super().__init__()
         self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
 
     def forward(self, step_size: Tensor) -> Tensor:
         """step_size [T, H] -> the logarithms of what stays [T, H] float32, at most 0."""

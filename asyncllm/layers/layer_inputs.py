@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Unpack
 
 import torch
@@ -13,9 +12,8 @@ from asyncllm import kernels
 from asyncllm.kernels import RoundedRows
 from asyncllm.layers.block import SandwichBlock, SandwichParts
 from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.normed_experts import NormedMoE
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -64,18 +62,12 @@ class GatedLayerInput(Layer):
         return normed
 
 
-class LayerScale(Layer):
+class LayerScale(Owner):
     """One number that multiplies the stream behind a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.empty(1), requires_grad=False)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {("value", None, None): (1,)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.value.copy_(tensor)
 
 
 class LayerInputBlock(SandwichBlock):

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.layers.layer import Layer
-from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.layer import Layer, PartKey
 from asyncllm.layers.norm import Norm, ones
 
 __all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNorm", "UnitLayerNorm"]

@@ -22,7 +22,7 @@ from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import ActivationKind, KVCache, Rotation, RoundedRows, Rounding
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, PartKey
 
 __all__ = [
     "FLOATS",
@@ -30,16 +30,12 @@ __all__ = [
     "Activation",
     "BatchInvariant",
     "LinearMethod",
-    "PartKey",
     "Shard",
     "Stored",
     "Unquantized",
     "Weighted",
     "of_heads",
 ]
-
-PartKey = tuple[str, str | None, int | None]
-"""(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["Mamba"]
 
 
-class FeatureStates(Layer):
+class FeatureStates(Owner):
     """What each feature has of its own. Always float32."""
 
     parameter_dtype = torch.float32
@@ -27,12 +26,6 @@ class FeatureStates(Layer):
         super().__init__()
         self.log_rate = nn.Parameter(torch.empty(size, state_size), requires_grad=False)
         self.skip = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
 
 
 class Mamba(StateLayer):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["GroupedNorm", "Mamba2", "StateSpace"]
 
 
-class StateSpace(Layer):
+class StateSpace(Owner):
     """What each head has of its own. Always float32."""
 
     parameter_dtype = torch.float32
@@ -31,31 +28,19 @@ class StateSpace(Layer):
         self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.skip = nn.Parameter(torch.empty(num_heads), requires_grad=False)
 
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
-
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """steps [T, H] -> (logarithms of what stays of the state, at most 0, and the steps' sizes), float32 [T, H]."""
         sizes = kernels.softplus(steps.float() + self.step_bias).clamp(min=self.least)
         return -self.log_rate.exp() * sizes, sizes
 
 
-class GroupedNorm(Layer):
+class GroupedNorm(Owner):
     """Root mean square norm of each group of neighbouring features, of x [T, size] times silu of a gate."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.groups, self.eps = groups, eps
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {("weight", None, None): tuple(self.weight.shape)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.weight.copy_(tensor)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         grouped = (x.float() * kernels.silu(gate.float())).view(len(x), self.groups, -1)

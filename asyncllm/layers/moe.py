@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Routing
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey, Weighted
+from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.step_inputs import StepInputs
 
@@ -28,7 +26,7 @@ class ExactRouter(Linear):
         return super().forward(x.float() if isinstance(x, Tensor) else x, step)
 
 
-class Correction(Layer):
+class Correction(Owner):
     """What is added to the experts' scores when some are chosen, and not when they are weighted. Always float32."""
 
     parameter_dtype = torch.float32
@@ -36,12 +34,6 @@ class Correction(Layer):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {("bias", None, None): tuple(self.bias.shape)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.bias.copy_(tensor.view_as(self.bias))
 
 
 class MoE(Layer):

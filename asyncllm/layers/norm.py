@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar
 
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Rounding
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 
 __all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "ones"]
 
 
-class Norm(Layer):
+class Norm(Owner):
     """A norm of the last axis, times a weight."""
 
     stored_less: ClassVar[float] = 0.0
@@ -42,13 +41,10 @@ class Norm(Layer):
         normed, total = self.add(x, residual)
         return kernels.round_rows(normed, rounding), total
 
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
-
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        parameter = self.get_parameter(suffix).copy_(tensor)
+        super().load_part(suffix, part, index, tensor)
         if suffix == "weight" and self.stored_less:
-            parameter.add_(self.stored_less)
+            self.weight.add_(self.stored_less)
 
 
 class RMSNorm(Norm):

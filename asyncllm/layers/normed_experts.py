@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from asyncllm.kernels import Routing
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
@@ -33,7 +30,7 @@ class NormedRouter(Layer):
         return scaled
 
 
-class ExpertScales(Layer):
+class ExpertScales(Owner):
     """A factor of each expert's weight. Always float32."""
 
     parameter_dtype = torch.float32
@@ -41,12 +38,6 @@ class ExpertScales(Layer):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {("value", None, None): tuple(self.value.shape)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.value.copy_(tensor)
 
 
 class NormedMoE(MoE):

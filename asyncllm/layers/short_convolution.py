@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import CacheSpec, StateSpec
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, PartKey
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["CausalConvolution", "ShortConvolution", "StateLayer"]

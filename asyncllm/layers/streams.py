@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.step_inputs import StepInputs
 
@@ -41,10 +38,6 @@ class MergingNorm(Norm):
             Linear(hidden_size, hidden_size, shard="replicated") for _ in range(streams - 1)
         )
         self.norm = norm
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        """Return no parts: all weights are those of its layers."""
-        return {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, S * hidden] -> [T, hidden]."""

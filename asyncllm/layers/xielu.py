@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.step_inputs import StepInputs
 
 __all__ = ["XIELU", "XIELUMLP"]
 
 
-class XIELU(Layer):
+class XIELU(Owner):
     """alpha_p x^2 + beta x above 0; below, alpha_n (e^x - 1 - x) + beta x. In float32, and rounded once.
 
     Stored are what softplus makes alpha_p of, and what it makes alpha_n - beta of.
@@ -37,12 +34,6 @@ class XIELU(Layer):
         curved = F.softplus(self.alpha_p) * above.square()
         curved += (self.beta + F.softplus(self.alpha_n)) * (torch.expm1(below) - below)
         return curved.add_(self.beta * wide).to(x.dtype)
-
-    def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters()}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
 
 
 class XIELUMLP(Layer):

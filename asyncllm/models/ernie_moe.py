@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from asyncllm.kernels import Routing
-from asyncllm.layers.linear_method import PartKey
+from asyncllm.layers.layer import PartKey
 from asyncllm.layers.moe import Correction, MoE
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
@@ -24,6 +24,9 @@ class CorrectionRow(Correction):
 
     def expected_parts(self) -> dict[PartKey, tuple[int, ...]]:
         return {("bias", None, None): (1, *self.bias.shape)}
+
+    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
+        super().load_part(suffix, part, index, tensor[0])
 
 
 @register(Ernie4_5_MoeForCausalLM="ERNIE 4.5 21B-A3B, 300B-A47B")

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
-from asyncllm.layers.linear_method import FLOATS, PartKey, Stored, Weighted
+from asyncllm.layers.layer import PartKey
+from asyncllm.layers.linear_method import FLOATS, Stored, Weighted
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 from asyncllm.models.derived_tensors import is_derived
 from asyncllm.models.fused import LAYOUTS, STACKS, Stack

@@ -13,7 +13,8 @@ from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
 from asyncllm.kernels.packed import E2M1, E8M0_BIAS, MOST_E8M0, PLANE, chunk_of, expand_stack, pack_codes
-from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted
+from asyncllm.layers.layer import PartKey
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 

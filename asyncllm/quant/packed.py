@@ -19,7 +19,8 @@ from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
 from asyncllm.kernels.packed import PLANE, chunk_of, expand_stack, natural, pack_codes
-from asyncllm.layers.linear_method import Activation, LinearMethod, PartKey, Stored, Weighted, of_heads
+from asyncllm.layers.layer import PartKey
+from asyncllm.layers.linear_method import Activation, LinearMethod, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
 __all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "pack", "scale_dtype", "unpack"]

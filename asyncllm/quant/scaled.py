@@ -13,7 +13,8 @@ from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import RoundedRows, Rounding, ScaledWeight
 from asyncllm.kernels.scaled import GROUP, expand, round_codes
-from asyncllm.layers.linear_method import FLOATS, LinearMethod, PartKey, Stored, Weighted, of_heads
+from asyncllm.layers.layer import PartKey
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
 __all__ = ["ScaleLayout", "Scaled", "holds_codes", "scaled"]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.joint_mixers import JointMixers
-from asyncllm.layers.linear_method import LinearMethod, PartKey, Weighted
+from asyncllm.layers.layer import PartKey
+from asyncllm.layers.linear_method import LinearMethod, Weighted
 from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, PartKey
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.layers.linear_method import PartKey
 from asyncllm.layers.norm import Norm
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
 

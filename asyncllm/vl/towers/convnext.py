@@ -8,9 +8,9 @@ import msgspec
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Layer, Owner
 from asyncllm.layers.layer_norm import LayerNorm
-from asyncllm.vl.towers.parts import Dense, Owner, PatchEmbedding, Table, empty
+from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, empty
 
 __all__ = ["ConvNextConfig", "ConvNextEncoder", "convnext_weights"]
 

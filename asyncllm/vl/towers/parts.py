@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Layer
+from asyncllm.layers.layer import Owner
 
 __all__ = [
     "ACTIVATIONS",
     "Dense",
-    "Owner",
     "PatchEmbedding",
     "Table",
     "TowerActivation",
@@ -35,16 +34,6 @@ ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
 }
-
-
-class Owner(Layer):
-    """A layer whose parameters are stored in a checkpoint unchanged."""
-
-    def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
-        return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
-
-    def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        self.get_parameter(suffix).copy_(tensor)
 
 
 def cut(pixels: Tensor, size: int) -> Tensor:
