@@ -50,20 +50,19 @@ def split_segments(lengths: Sequence[int], device: torch.device) -> Segments:
 
 
 @op("attention.segments:segment_attention")
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float | None = None) -> Tensor:
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Attend with each token to all tokens of its segment.
 
-    q, k, v [T, H, D] of one type, with any strides between tokens and heads -> [T, H, D], contiguous. `scale` of the
-    products is D ** -0.5 unless it is given.
+    q, k, v [T, H, D] of one type, with any strides between tokens and heads -> [T, H, D], contiguous. Products are
+    scaled by D ** -0.5.
     """
     if segments.tiles is None:
         q, k, v = (each.view(-1, segments.length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1).contiguous()
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).contiguous()
     bounds = dict.fromkeys((start, end) for _, start, end in segments.tiles.tolist())
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))
     attended = [
-        F.scaled_dot_product_attention(q[:, first:last], k[:, first:last], v[:, first:last], scale=scale)
-        for first, last in bounds
+        F.scaled_dot_product_attention(q[:, first:last], k[:, first:last], v[:, first:last]) for first, last in bounds
     ]
     return torch.cat(attended, 1).transpose(0, 1).contiguous()
 

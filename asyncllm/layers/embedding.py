@@ -71,7 +71,7 @@ def whole_rows(parts: Tensor, vocab_size: int, out: Tensor | None = None) -> Ten
 class OutputEmbedding(Weighted):
     """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap.
 
-    `scale` multiplies them. They are in `out` if that is given, [R, vocab] of the type they would have without it.
+    `scale` multiplies them.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class OutputEmbedding(Weighted):
         missing = self.out_features - len(tensor)
         super().load_own(suffix, part, index, pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)))
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if self.group is None:
-            return _logits(self, x, self.scale, self.softcap, out)
-        return whole_rows(self.group.collect(self.of_rank(x)), self.vocab_size, out)
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.of_rank(x)
+        return own if self.group is None else whole_rows(self.group.collect(own), self.vocab_size)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [R, hidden] -> the logits of the tokens that `tokens_of` gives to this rank, [R, tokens], in `out` if
-        given; without ranks, of all. Those of tokens beyond the vocabulary mean nothing."""
+        """x [R, hidden] -> the logits of the tokens that `tokens_of` gives to this rank, [R, tokens]; without ranks, of
+        all. Those of tokens beyond the vocabulary mean nothing. They are in `out` if that is given, of the type that
+        they would have without it."""
         return _logits(self, x, self.scale, self.softcap, out)
 
 
@@ -126,13 +126,12 @@ class TiedOutputEmbedding(Layer):
     def divide(self, group: RankGroup) -> None:
         self._group = group
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """See `OutputEmbedding.forward`."""
-        return _logits(self._embedding[0], x, self.scale, self.softcap, out)
+        return _logits(self._embedding[0], x, self.scale, self.softcap, None)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `OutputEmbedding.of_rank`."""
-        if self._group is None:
-            return self.forward(x, out)
-        table, tokens = self._embedding[0], tokens_of(self._group, self._embedding[0].out_features)
+        table = self._embedding[0]
+        tokens = None if self._group is None else tokens_of(self._group, table.out_features)
         return _logits(table, x, self.scale, self.softcap, out, tokens)

@@ -33,9 +33,9 @@ class ProjectedOutputEmbedding(Layer):
         self.project = Linear(hidden_size, embedding.table.in_features, shard="replicated")
         self.tied = TiedOutputEmbedding(embedding.table)
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """See `OutputEmbedding.forward`."""
-        return self.tied.forward(self._narrow(x), out)
+        return self.tied.forward(self._narrow(x))
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `OutputEmbedding.of_rank`."""

@@ -183,11 +183,11 @@ class HFConfig:
             self.invalid(key, f"outside [{minimum}, {maximum}]")
         return value
 
-    def optional_integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int | None:
-        """Return an integer, or None where the file says null. An absent key gives `default`."""
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """Return a positive integer, or None where the file says null. An absent key gives `default`."""
         if key in self.fields and self.fields[key] is None:
             return None
-        return default if key not in self.fields else self.integer(key, minimum=minimum)
+        return default if key not in self.fields else self.integer(key)
 
     def number(self, key: str, default: Any = _MISSING, *, positive: bool = True) -> float:
         value = self._read(key, default)

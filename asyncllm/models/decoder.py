@@ -297,14 +297,15 @@ class DecoderLM(nn.Module):
             raise ValueError("a decoder needs at least one layer")
         return branch, residual
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's scale and softcap, of the model's
-        type or float32; in `out` if given, of that shape and type."""
-        logits: Tensor = self.head(hidden, out)
+        type or float32."""
+        logits: Tensor = self.head(hidden)
         return logits
 
     def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of this rank's tokens alone, as `OutputEmbedding.of_rank`; without ranks those of all."""
+        """hidden [R, hidden] -> the logits of this rank's tokens alone, as `OutputEmbedding.of_rank`; without ranks
+        those of all. They are in `out` if that is given, of that shape and type."""
         logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
         return logits
 

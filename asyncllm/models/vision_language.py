@@ -171,7 +171,6 @@ _NEITHER = "neither its tower nor its decoder is written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
     "AriaForConditionalGeneration": Refused("Aria", _NEITHER, "Idefics3ForConditionalGeneration"),
-    "DeepseekOCRForCausalLM": Refused("DeepSeek-OCR", _OWN_TOWER, "DeepseekVLV2ForCausalLM"),
     "Ernie4_5_VLMoeForConditionalGeneration": Refused(
         "ERNIE 4.5 VL", "its experts for images are not written yet", "Qwen2_5_VLForConditionalGeneration"
     ),

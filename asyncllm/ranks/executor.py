@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from asyncllm.protocol import (
     Wake,
 )
 from asyncllm.ranks.channel import Channel
+from asyncllm.ranks.heartbeat import Heartbeat, Work
 from asyncllm.ranks.messages import (
     AdapterTaken,
     AreYouThere,
@@ -72,19 +74,14 @@ __all__ = ["RankExecutor"]
 _AGREEMENT_S = 5.0
 """How much later than one rank the others may find that a step or a command has failed."""
 
-_LISTEN_S = 5.0
-"""How often ranks that have something to do are asked whether they are there."""
-_MOST_SILENT = 6
-"""Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
-this process may have been stopped itself."""
-
-_MOST_SILENT_AT_START = 24
-"""The same while ranks load the model: a library that is read from a slow disk holds up its whole process."""
 _CAUSE_S = 0.2
 """How long after a rank has failed at the start others are given to be seen dead, for lack of which it may have."""
 
 _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release what they hold before they are killed."""
+
+
+_Result = TypeVar("_Result")
 
 
 class RankExecutor:
@@ -105,15 +102,14 @@ class RankExecutor:
         self._ready: list[asyncio.Future[Limits]] = []
         self._unanswered: list[deque[_Step]] = []
         """By rank: the steps that it has not answered, oldest first."""
-        self._command: _Command | None = None
+        self._command: _Call[None] | None = None
         """What is being carried out."""
-        self._adapters: dict[int, _Adapter] = {}
+        self._adapters: dict[int, _Call[str]] = {}
         """By number: those that some rank is still reading."""
-        self._silent: list[int] = []
-        """By rank: for how many intervals it has said nothing."""
-        self._listening: asyncio.TimerHandle | None = None
-        """Set while ranks have something to do."""
-        self._grammars: dict[int, _Command] = {}
+        self._heartbeat = Heartbeat(
+            config.tp, work=self._work, ask=lambda: self._send_all(encode(AreYouThere())), on_silence=self._end_hung
+        )
+        self._grammars: dict[int, _Call[None]] = {}
         """By number: those that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
         """Numbers of grammars that nothing refers to any more. Written by whatever thread drops the last reference."""
@@ -139,7 +135,7 @@ class RankExecutor:
             await self._start_processes()
             for process in self._processes:
                 self._connect(process)
-            self._listen()
+            self._heartbeat.begin()
             limits = await self._all_ready()
             if any(each.num_blocks != limits[0].num_blocks for each in limits):
                 raise ModelError("The ranks do not agree on the blocks of the KV cache.")
@@ -147,7 +143,7 @@ class RankExecutor:
             self._kill()
             await self._wait_ended()
             self._state = "closed"
-            self._stop_listening()
+            self._heartbeat.stop()
             raise
         if self._state != "starting":
             raise EngineClosed("The executor was closed while it was starting.")
@@ -207,14 +203,13 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[StepOutput] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[StepOutput] = self._new_future()
+        if future.done():
             return future
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
             self._send_all(encode(ForgetGrammars(numbers)))
-        self._listen()
+        self._heartbeat.begin()
         step = _Step(future, self.num_ranks)
         stripped, pixels = without_pixels(batch, self._pixels)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
@@ -230,12 +225,11 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[None] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[None] = self._new_future()
+        if future.done():
             return future
-        self._command = _Command(future, self.num_ranks)
-        self._listen()
+        self._command = _Call(future, self.num_ranks)
+        self._heartbeat.begin()
         match command:
             case Sleep() | Wake() | TakeVocabulary():
                 self._send_all(encode(CarryOut(command)))
@@ -248,25 +242,26 @@ class RankExecutor:
 
         Raises EngineClosed unless started and not closed.
         """
-        future: asyncio.Future[None] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        future: asyncio.Future[None] = self._new_future()
+        if future.done():
             return future
         text = grammar.text
         weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
-        self._grammars[text.number] = _Command(future, self.num_ranks)
-        self._listen()
+        self._grammars[text.number] = _Call(future, self.num_ranks)
+        self._heartbeat.begin()
         self._send_all(encode(TakeGrammar(text)))
         return future
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it."""
-        future: asyncio.Future[str] = self._running().create_future()
-        if self._error is not None:
-            set_seen_exception(future, dead(self._error))
+        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it.
+
+        Raises EngineClosed unless started and not closed.
+        """
+        future: asyncio.Future[str] = self._new_future()
+        if future.done():
             return future
-        self._adapters[adapter.number] = _Adapter(future, self.num_ranks)
-        self._listen()
+        self._adapters[adapter.number] = _Call(future, self.num_ranks)
+        self._heartbeat.begin()
         self._send_all(encode(TakeAdapter(adapter)))
         return future
 
@@ -278,10 +273,7 @@ class RankExecutor:
     def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
         """Count a rank that has read an adapter, or has failed to. The last one settles the future of the call."""
         taken = self._adapters[number]
-        taken.waits_for -= 1
-        if failure is not None:
-            taken.failures.append(failure.error())
-        if taken.waits_for:
+        if not taken.answered(failure):
             return
         del self._adapters[number]
         if taken.failures:
@@ -290,54 +282,36 @@ class RankExecutor:
         else:
             set_result(taken.future, digest)
 
-    def _listen(self) -> None:
-        """Begin to ask the ranks, every `_LISTEN_S` seconds, whether they still run, while they have work."""
-        if self._listening is None:
-            self._silent = [0] * self.num_ranks
-            self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
+    def _work(self) -> Work | None:
+        """Return what the ranks have to do."""
+        if self._state == "starting":
+            return "start"
+        if self._state != "running" or self._error is not None:
+            return None
+        return "steps" if any(self._unanswered) or self._command or self._adapters or self._grammars else None
 
-    def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
-
-    def _ask(self) -> None:
-        """Ask ranks that have something to do whether they are there. One that was silent for long is hung: all are
-        ended."""
-        self._listening = None
+    def _end_hung(self, rank: int, seconds: float) -> None:
+        """End all ranks, as one has said nothing for so long."""
         starting = self._state == "starting"
-        if not starting and (self._state != "running" or self._error is not None):
-            return
-        if not (starting or any(self._unanswered) or self._command or self._adapters or self._grammars):
-            return
-        for rank, silent in enumerate(self._silent):
-            self._silent[rank] = silent + 1
-            if silent >= (_MOST_SILENT_AT_START if starting else _MOST_SILENT):
-                work = "is to load the model" if starting else "has work"
-                hung = (
-                    f"rank {rank} (process {self._processes[rank].pid}) {work} and has said nothing for "
-                    f"{silent * _LISTEN_S:g} s: it is stopped, or hangs. All ranks were ended."
-                )
-                if starting:
-                    set_exception(self._ready[rank], ModelError(hung))
-                else:
-                    self._die(RemoteError(hung))
-                return
-        self._send_all(encode(AreYouThere()))
-        self._listening = asyncio.get_running_loop().call_later(_LISTEN_S, self._ask)
+        hung = (
+            f"rank {rank} (process {self._processes[rank].pid}) {'is to load the model' if starting else 'has work'} "
+            f"and has said nothing for {seconds:g} s: it is stopped, or hangs. All ranks were ended."
+        )
+        if starting:
+            set_exception(self._ready[rank], ModelError(hung))
+        else:
+            self._die(RemoteError(hung))
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
         """Count a rank that has compiled a grammar, or has failed to. The last one settles the future of the call."""
         taken = self._grammars[number]
-        taken.waits_for -= 1
-        if failure is not None:
-            taken.failures.append(failure.error())
-        if not taken.waits_for:
-            del self._grammars[number]
-            if taken.failures:
-                set_exception(taken.future, taken.failures[0])
-            else:
-                set_result(taken.future, None)
+        if not taken.answered(failure):
+            return
+        del self._grammars[number]
+        if taken.failures:
+            set_exception(taken.future, taken.failures[0])
+        else:
+            set_result(taken.future, None)
 
     def _share(self, share: partial[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
         """Copy new weights to shared memory in a thread, then send them."""
@@ -366,6 +340,13 @@ class RankExecutor:
         for channel in self._channels:
             channel.send(message, descriptors)
 
+    def _new_future(self) -> asyncio.Future[Any]:
+        """Return the future of a call. If the ranks are dead, it has raised EngineDead already. Raises EngineClosed."""
+        future: asyncio.Future[Any] = self._running().create_future()
+        if self._error is not None:
+            set_seen_exception(future, dead(self._error))
+        return future
+
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._state != "running":
             raise EngineClosed("This executor is not running: it was closed, or never started.")
@@ -375,8 +356,7 @@ class RankExecutor:
         """Take in a message of a rank."""
         if self._error is not None:
             return
-        if self._silent:
-            self._silent[rank] = 0
+        self._heartbeat.heard(rank)
         match decode_from_rank(data):
             case StillHere():
                 pass
@@ -426,10 +406,7 @@ class RankExecutor:
     def _carried_out(self, failure: Failure | None) -> None:
         command = self._command
         assert command is not None
-        command.waits_for -= 1
-        if failure is not None:
-            command.failures.append(failure.error())
-        if command.waits_for:
+        if not command.answered(failure):
             if command.failures:
                 self._running().call_later(_AGREEMENT_S, self._check_command, command)
             return
@@ -444,7 +421,7 @@ class RankExecutor:
             set_exception(command.future, error if not isinstance(error, AsyncLLMError) else dead(error))
             self._die(error)
 
-    def _check_command(self, command: _Command) -> None:
+    def _check_command(self, command: _Call[None]) -> None:
         """End all ranks if one has refused a command that others do not come out of: they wait for it."""
         if self._command is command and self._error is None and self._state == "running":
             error = command.cause()
@@ -531,7 +508,7 @@ class RankExecutor:
             self._state = "closed"
             return
         self._state = "closed"
-        self._stop_listening()
+        self._heartbeat.stop()
         if self._loop is not asyncio.get_running_loop():
             self._leave_behind()
             return
@@ -571,22 +548,20 @@ class _Step:
         """How it ended for the ranks that have answered."""
 
 
-class _Adapter:
-    """An adapter that some rank has not read."""
+class _Call(Generic[_Result]):
+    """A command, an adapter or a grammar, which some rank has not answered."""
 
-    def __init__(self, future: asyncio.Future[str], num_ranks: int) -> None:
+    def __init__(self, future: asyncio.Future[_Result], num_ranks: int) -> None:
         self.future = future
         self.waits_for = num_ranks
         self.failures: list[Exception] = []
 
-
-class _Command:
-    """A command that some rank has not carried out, or a grammar that it has not compiled."""
-
-    def __init__(self, future: asyncio.Future[None], num_ranks: int) -> None:
-        self.future = future
-        self.waits_for = num_ranks
-        self.failures: list[Exception] = []
+    def answered(self, failure: Failure | None) -> bool:
+        """Take in how the call ended for a rank. Return whether that was the last one."""
+        self.waits_for -= 1
+        if failure is not None:
+            self.failures.append(failure.error())
+        return not self.waits_for
 
     def cause(self) -> Exception:
         """Return the failure that others may have followed."""

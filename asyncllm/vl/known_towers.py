@@ -14,6 +14,7 @@ __all__ = [
     "fine_tower_fields",
     "molmo_tower",
     "multi_modality_fields",
+    "ocr_tile",
     "phi4_tower",
     "tower_fields",
     "tower_settings",
@@ -164,6 +165,15 @@ def molmo_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `vision_config` of Molmo's tower, which its code has: CLIP's large one without the last layer, unless
     there is such an entry all the same."""
     return {**_LARGE, "num_hidden_layers": 23, "image_size": 336, **_object(fields, "vision_config")}
+
+
+def ocr_tile(folder: Path) -> int:
+    """Return the pixels along a side of DeepSeek-OCR's tiles, which its code has, unless processor_config.json has an
+    entry `tile_size` all the same. Raises UnsupportedModel."""
+    value = read_json_object(folder / "processor_config.json").get("tile_size", 640)
+    if type(value) is not int or not 0 < value <= 2**13:
+        raise UnsupportedModel(f"{folder / 'processor_config.json'}: tile_size = {short(value)} is not implemented.")
+    return value
 
 
 def phi4_tower(fields: Mapping[str, Any]) -> dict[str, Any]:

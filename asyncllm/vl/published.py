@@ -15,6 +15,7 @@ from asyncllm.text.image_marks import NUMBER_MARK
 from asyncllm.vl.image_tokens import added_tokens, stand_in, standing, token_id_of, token_of
 from asyncllm.vl.known_towers import (
     molmo_tower,
+    ocr_tile,
     phi4_tower,
     tower_fields,
     tower_settings,
@@ -22,6 +23,7 @@ from asyncllm.vl.known_towers import (
     xcomposer_tower,
 )
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
+from asyncllm.vl.processing.deepseek_ocr import WholeAndTilesProcessor
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
@@ -55,6 +57,19 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
         placeholder="<image>\n",
         tokens=-(-(side // vision.get("patch_size", 16)) // joined.get("downsample_ratio", 2)),
         shapes=[(height, width) for width, height in shapes],
+    )
+
+
+def _deepseek_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    folder = Path(where).parent
+    vision = PictureSettings(fields.get("vision_config") or {}, "config.json: vision_config")
+    return WholeAndTilesProcessor(
+        PictureSettings(settings, where, mean=HALVES, std=HALVES),
+        token_id=token_of(folder, str(settings.get("image_token", "<image>"))),
+        placeholder="<image>\n",
+        side=vision.side("image_size", 1024),
+        tile=ocr_tile(folder),
+        shrunk=64,
     )
 
 
@@ -224,6 +239,7 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "ChatGLMForConditionalGeneration": _glm4v_9b,
     "ChatGLMModel": _glm4v_9b,
     "CogVLMForCausalLM": _cogvlm,
+    "DeepseekOCRForCausalLM": _deepseek_ocr,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "DotsOCRForCausalLM": _dots_ocr,
     "InternLMXComposer2ForCausalLM": _xcomposer2,
@@ -256,6 +272,7 @@ UNSAID = frozenset(
         "ChatGLMForConditionalGeneration",
         "ChatGLMModel",
         "CogVLMForCausalLM",
+        "DeepseekOCRForCausalLM",
         "InternLMXComposer2ForCausalLM",
         "MGMLlamaForCausalLM",
         "MiniGeminiLlamaForCausalLM",

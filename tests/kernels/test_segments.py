@@ -76,15 +76,6 @@ def test_plans() -> None:
     assert long.tiles.tolist() == [[0, 0, 200], [128, 0, 200], [200, 200, 205]]
 
 
-def test_a_scale_of_its_own() -> None:
-    q, k, v = qkv_of(30, 2, 16, torch.float32)
-    plan = kernels.split_segments([11, 19], DEVICE)
-    for attend in (kernels.segment_attention.reference, launcher.segment_attention):
-        torch.testing.assert_close(
-            attend(q, k, v, plan, scale=0.7).double(), expected(q, k, v, [11, 19], 0.7), atol=1e-5, rtol=1e-5
-        )
-
-
 def test_a_key_that_is_not_finite_stays_in_its_segment() -> None:
     q, k, v = qkv_of(9, 1, 16, torch.float32)
     k[3] = torch.nan

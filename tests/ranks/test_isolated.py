@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.errors import EngineClosed, EngineDead, InvalidCheckpoint, InvalidParameter
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart, StepDropped, StepFailed
-from asyncllm.ranks import executor as executor_module
+from asyncllm.ranks import heartbeat
 from asyncllm.ranks.executor import RankExecutor
 from asyncllm.ranks.messages import RemoteError
 from tests.adapters import write_adapter
@@ -92,9 +92,9 @@ async def test_a_rank_that_hangs_is_dead_in_bounded_time(
     folders: list[Path], victim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Stopped while it computes, reads an adapter or carries out a command, or with nothing to do until then."""
-    monkeypatch.setattr(executor_module, "_LISTEN_S", 0.2)
+    monkeypatch.setattr(heartbeat, "LISTEN_S", 0.2)
     # On a busy machine ranks that load a model say nothing for seconds.
-    monkeypatch.setattr(executor_module, "_MOST_SILENT_AT_START", 1_000)
+    monkeypatch.setattr(heartbeat, "MOST_SILENT_AT_START", 1_000)
     adapter = str(write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": (64, 48)}))
     async with AsyncEngine(str(folders[0]), settings(tp=1 + victim, max_loras=1)) as engine:
         await engine.generate("Hi", GenerationConfig(max_new_tokens=2))

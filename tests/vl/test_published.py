@@ -29,6 +29,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.vl.processing.molmo import CropGrid
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.towers.mining import MiningConfig
+from tests.checkpoints import perturb
 from tests.vl.checkpoints import folder_of, picture, worst_difference
 from tests.vl.published.families import PUBLISHED
 from tests.vl.tiny_parts import IMAGE_ID
@@ -117,6 +118,7 @@ async def test_each_piece_of_a_text_begins_as_a_prompt_does(tmp_path: Path) -> N
         ("mgm", {"mm_vision_tower_aux": "openai/davit"}, UnsupportedModel, "mm_vision_tower_aux"),
         ("mgm", {"image_size_aux": 100}, InvalidCheckpoint, "multiple of 32"),
         ("mgm", {"image_global": True}, UnsupportedModel, "image_grid"),
+        ("deepseek_ocr", {"vision_config": {"model_name": "other"}}, UnsupportedModel, "model_name"),
         ("dots_ocr", {"vision_config": {"hidden_size": 32, "is_causal": True}}, UnsupportedModel, "is_causal"),
         ("phi4", {"vision_config": {"image_size": 28, "patch_size": 28}}, UnsupportedModel, "even number"),
         ("molmo_d", {"norm_after": True}, UnsupportedModel, "norm_after"),
@@ -200,6 +202,26 @@ async def test_images_for_phi_4_need_its_adapter(tmp_path: Path) -> None:
 def test_a_template_that_is_given_counts_first() -> None:
     own = ChatTemplateConfig(chat_template="{{ messages[0]['content'] }}")
     assert [ChatTemplate.open(folder_of("molmo_d"), each).name for each in (None, own)] == ["molmo", "checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("deepseek_ocr", [(100, 90), (200, 140), (300, 100)]), ("phi4", [(10, 31), (45, 33), (100, 60)])],
+)
+def test_features_of_images_in_tiles(kind: str, sizes: list[tuple[int, int]]) -> None:
+    """More of them than other tests have, and with padding that is no whole square of patches."""
+    folder = folder_of(kind)
+    processor, oracle = open_processor(folder), PUBLISHED[kind]().eval()
+    perturb(oracle, 0)
+    assert processor is not None
+    pictures = [picture(seed, *size) for seed, size in enumerate(sizes)]
+    prepared = [processor.prepare(image, {}) for image in pictures]
+    assert len({image.tiles for image in prepared}) > 2
+    model = open_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    assert model.vision is not None
+    with torch.inference_mode():
+        features = torch.cat(model.vision.encode(prepared))
+        torch.testing.assert_close(features, oracle.features(pictures), atol=1e-4, rtol=0)
 
 
 def test_crops_of_molmo() -> None:

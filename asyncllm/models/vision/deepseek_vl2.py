@@ -7,7 +7,7 @@ from asyncllm.models.vision.parts import Composed, part_of, text_of
 from asyncllm.vl.towers.clip import ClipConfig
 from asyncllm.vl.towers.deepseek_vl2 import DeepseekVL2Config
 
-__all__ = ["read_deepseek_vl2"]
+__all__ = ["decoder_of", "read_deepseek_vl2"]
 
 _TEXT = {
     "use_mla": True,
@@ -29,7 +29,8 @@ _TEXT = {
 """What the published class has where language_config leaves it out."""
 
 
-def read_deepseek_vl2(hf: HFConfig) -> Composed:
+def decoder_of(hf: HFConfig) -> tuple[HFConfig, str]:
+    """Return the decoder's part and its architecture."""
     text, _ = text_of(hf.changed({"text_config": part_of(hf, "language_config").fields}))
     # Null means that queries come straight from the hidden states.
     rank = {"q_lora_rank": None} if hf.fields["language_config"].get("q_lora_rank", 0) is None else {}
@@ -42,6 +43,11 @@ def read_deepseek_vl2(hf: HFConfig) -> Composed:
         decoder = "DeepseekV3ForCausalLM" if text.fields["scoring_func"] == "sigmoid" else "DeepseekV2ForCausalLM"
     if decoder == "DeepseekV3ForCausalLM":
         text = text.changed({"num_nextn_predict_layers": 0})
+    return text, decoder
+
+
+def read_deepseek_vl2(hf: HFConfig) -> Composed:
+    text, decoder = decoder_of(hf)
     hf.expect("tile_tag", "2D")
     hf.expect("global_view_pos", "head", "tail")
     part, joined = part_of(hf, "vision_config"), part_of(hf, "projector_config")

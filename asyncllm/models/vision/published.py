@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.deepseek_ocr import read_deepseek_ocr
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
 from asyncllm.models.vision.dots_ocr import read_dots_ocr
 from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
@@ -24,6 +25,7 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "ChatGLMForConditionalGeneration": read_glm4v_9b,
     "ChatGLMModel": read_glm4v_9b,
     "CogVLMForCausalLM": read_cogvlm,
+    "DeepseekOCRForCausalLM": read_deepseek_ocr,
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "DotsOCRForCausalLM": read_dots_ocr,
     "InternLMXComposer2ForCausalLM": read_xcomposer2,
@@ -42,6 +44,7 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "GLM-4V-9B",
     "ChatGLMModel": "GLM-4V-9B",
     "CogVLMForCausalLM": "CogVLM, CogVLM2",
+    "DeepseekOCRForCausalLM": "DeepSeek-OCR 3B",
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "DotsOCRForCausalLM": "dots.ocr 1.7B",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",

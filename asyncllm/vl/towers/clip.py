@@ -85,6 +85,11 @@ class ClipEncoder(Layer):
         own = self._places(places) if positions is None else positions
         return self._read(self.patches(patches), [num_layers], own)[0]
 
+    def of_embedded(self, x: Tensor, num_layers: int, positions: Tensor) -> Tensor:
+        """Do as `forward` for what stands in the place of embedded patches: x [N, tokens, hidden], with positions
+        [1 + tokens, hidden]."""
+        return self._read(x, [num_layers], positions)[0]
+
     def _places(self, places: Tensor | None) -> Tensor:
         learned: Tensor = self.positions()
         return learned if places is None else learned[places]

@@ -46,7 +46,8 @@ class SamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class SamEncoder(Layer):
     """pixels [N, 3, size, size] -> hidden states of its first layer without windows and of its last, each
-    [N, side, side, hidden], the latter through the neck [N, channels, side, side]."""
+    [N, side, side, hidden], the latter through the neck [N, channels, side, side]. For pictures of another size than
+    the config's, what is learned of places is stretched."""
 
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
@@ -61,8 +62,13 @@ class SamEncoder(Layer):
         self.neck = SamNeck(config)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        side, early = self.config.side, self.config.global_layers[0]
-        x = self.patches.of_images(pixels).view(len(pixels), side, side, -1) + self.positions()
+        side, early = pixels.shape[-1] // self.config.patch_size, self.config.global_layers[0]
+        positions = self.positions()
+        if side != self.config.side:
+            grid = positions.float().permute(0, 3, 1, 2)
+            stretched = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+            positions = stretched.permute(0, 2, 3, 1).to(positions.dtype)
+        x = self.patches.of_images(pixels).view(len(pixels), side, side, -1) + positions
         first = x
         for number, layer in enumerate(self.layers):
             x = layer(x)
@@ -125,12 +131,20 @@ class _Block(Layer):
         squares = q.unflatten(2, (side, side))
         index = torch.arange(side, device=x.device)
         apart = index[:, None] - index + side - 1
-        rows = torch.einsum("nhrcd,rkd->nhrck", squares, self.row_bias()[apart])
-        columns = torch.einsum("nhrcd,ckd->nhrck", squares, self.column_bias()[apart])
+        rows = torch.einsum("nhrcd,rkd->nhrck", squares, _for_side(self.row_bias(), side)[apart])
+        columns = torch.einsum("nhrcd,ckd->nhrck", squares, _for_side(self.column_bias(), side)[apart])
         bias = (rows[..., :, None] + columns[..., None, :]).reshape(count, self.num_heads, side * side, side * side)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         out: Tensor = self.out(attended.transpose(1, 2).reshape(count, side, side, -1))
         return out
+
+
+def _for_side(learned: Tensor, side: int) -> Tensor:
+    """Return what is learned of distances [D, size] for so many patches along a side [2 * side - 1, size]."""
+    if len(learned) == 2 * side - 1:
+        return learned
+    stretched = F.interpolate(learned.float().T[None], 2 * side - 1, mode="linear")
+    return stretched[0].T.to(learned.dtype)
 
 
 class Convolution(Table):
@@ -167,10 +181,11 @@ def sam_weights(source: str, target: str) -> Mapping[str, str]:
     }
 
 
-def original_sam_weights(source: str, target: str, early_neck: str) -> Mapping[str, str]:
-    """Return the rows as `sam_weights`, under the names of DeepSeek-VL's authors, whose module has a second neck."""
+def original_sam_weights(source: str, target: str, early_neck: str | None = None) -> Mapping[str, str]:
+    """Return the rows as `sam_weights`, under the names of DeepSeek's authors. DeepSeek-VL's module has a second
+    neck."""
     block, own = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
-    necks = {"neck": f"{target}.neck", "neck_hd": early_neck}
+    necks = {"neck": f"{target}.neck"} | ({} if early_neck is None else {"neck_hd": early_neck})
     inner = {"0": "conv_1", "1": "norm_1", "2": "conv_2", "3": "norm_2"}
     return {
         f"{source}.patch_embed.proj": f"{target}.patches",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.vl.published.cogvlm import CogVLM, CogVLM2
+from tests.vl.published.deepseek_ocr import DeepseekOCR
 from tests.vl.published.deepseek_vl2 import DeepseekVL2, DeepseekVL2Tiny
 from tests.vl.published.dots_ocr import DotsOCR
 from tests.vl.published.eva import Glm4v9b
@@ -23,6 +24,7 @@ __all__ = ["PUBLISHED"]
 PUBLISHED: Mapping[str, type[PublishedModel]] = {
     "cogvlm": CogVLM,
     "cogvlm2": CogVLM2,
+    "deepseek_ocr": DeepseekOCR,
     "deepseek_vl2": DeepseekVL2,
     "deepseek_vl2_tiny": DeepseekVL2Tiny,
     "dots_ocr": DotsOCR,

@@ -155,7 +155,7 @@ def segment_attention_kernel(
     tl.store(into, round_to(acc / weight_sum[:, None], into.dtype.element_ty), mask=kept)
 
 
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float | None = None) -> Tensor:
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """See `asyncllm.kernels.segments.segment_attention`."""
     tokens, heads, head_dim = q.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -164,7 +164,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, sc
     q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
     strides = tuple(stride for each in (q, k, v) for stride in each.stride()[:2])
     variant = _variant(strides, heads, head_dim, segments.rows, segments.tiles is None, q.element_size())
-    steepness = (head_dim**-0.5 if scale is None else scale) * LOG2_E.value
+    steepness = head_dim**-0.5 * LOG2_E.value
     if segments.tiles is None:
         each = -(-segments.length // segments.rows)
         grid = (tokens // segments.length * each, heads, variant.parts)

@@ -1,0 +1,69 @@
+"""Heartbeat: asks ranks that have work, at intervals, whether they still run, and notices one that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+__all__ = ["Heartbeat", "Work"]
+
+LISTEN_S = 5.0
+"""Seconds between two questions."""
+MOST_SILENT = 6
+"""Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
+this process may have been stopped itself."""
+MOST_SILENT_AT_START = 24
+"""The same while ranks load the model: a library that is read from a slow disk holds up its whole process."""
+
+Work = Literal["start", "steps"]
+"""What ranks are to do: load the model, or steps and commands."""
+
+
+class Heartbeat:
+    """Has a timer while ranks have work. Written by its event loop's thread."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        work: Callable[[], Work | None],
+        ask: Callable[[], None],
+        on_silence: Callable[[int, float], None],
+    ) -> None:
+        """`work`: what the ranks have to do now. `ask` asks all of them whether they are there. `on_silence` is called
+        with the rank that is taken for hung, and the seconds of its silence; nothing is asked after that."""
+        self._work, self._ask, self._on_silence = work, ask, on_silence
+        self._silent = [0] * num_ranks
+        """By rank: for how many intervals it has said nothing."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Begin to ask, until there is no work. To be called whenever there is some."""
+        if self._timer is None:
+            self._silent = [0] * len(self._silent)
+            self._timer = asyncio.get_running_loop().call_later(LISTEN_S, self._beat)
+
+    def heard(self, rank: int) -> None:
+        """Note that a rank has said something."""
+        self._silent[rank] = 0
+
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _beat(self) -> None:
+        self._timer = None
+        work = self._work()
+        if work is None:
+            return
+        most = MOST_SILENT_AT_START if work == "start" else MOST_SILENT
+        for rank, silent in enumerate(self._silent):
+            self._silent[rank] = silent + 1
+            if silent >= most:
+                self._on_silence(rank, silent * LISTEN_S)
+                return
+        self._ask()
+        self._timer = asyncio.get_running_loop().call_later(LISTEN_S, self._beat)

@@ -1,0 +1,64 @@
+"""Pictures for DeepSeek-OCR (Wei et al., 2025): the whole of an image, with bars, and tiles of larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import ImageOps
+
+from asyncllm.prompt_image import PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.tiles import tile_grid
+
+__all__ = ["WholeAndTilesProcessor"]
+
+LEAST, MOST = 2, 9
+"""Tiles of an image that has any."""
+GREY = (127, 127, 127)
+
+
+class WholeAndTilesProcessor:
+    """Numbers of the whole [3, side, side] and of the tiles [rows * columns, 3, tile, tile], one after the other."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    joint = 0
+
+    def __init__(
+        self,
+        settings: PictureSettings,
+        *,
+        token_id: int,
+        placeholder: str,
+        side: int,
+        tile: int,
+        shrunk: int,
+    ) -> None:
+        """`side` and `tile`: of pictures in pixels. `shrunk`: pixels along a side of what becomes a token."""
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self._side, self._tile = side, tile
+        self._tokens, self._tile_tokens = side // shrunk, tile // shrunk
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded, tile, resample = load_image(image), self._tile, self.settings.resample
+        whole = np.asarray(ImageOps.pad(loaded, (self._side, self._side), resample, GREY))
+        pictures, rows, columns = [self.settings.numbers(whole).ravel()], 0, 0
+        length = self._tokens * (self._tokens + 1) + 1
+        if max(loaded.size) > tile:
+            columns, rows = tile_grid(loaded.width, loaded.height, tile, LEAST, MOST)
+            canvas = np.asarray(resized(loaded, rows * tile, columns * tile, resample))
+            cut = canvas.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
+            pictures.append(self.settings.numbers(cut).ravel())
+            length += rows * self._tile_tokens * (columns * self._tile_tokens + 1)
+        pixels = np.concatenate(pictures)
+        return PromptImage(
+            length=length,
+            digest=digest_of(rows, columns, pixels=pixels),
+            pixels=pixels,
+            size=(loaded.height, loaded.width),
+            tiles=(rows, columns),
+        )
