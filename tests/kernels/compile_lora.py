@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.kernels.triton.lora import BLOCK_K, expand_kernel, rows_and_splits, shrink_kernel, turns_of
+from asyncllm.kernels.triton.lora_rows import expand_row_kernel, shrink_row_kernel, splits_of
 from tests.kernels.offline import Case
 
 K, SIZES, RANK = 4096, (4096, 1024, 1024, 0), 16
@@ -32,4 +33,20 @@ def _cases(tokens: int) -> list[Case]:
     ]
 
 
-CASES = [case for tokens in (48, 300, 4096) for case in _cases(tokens)]
+def _row_cases(rank: int) -> list[Case]:
+    same = {"WIDTH": 3 * rank, "RANK": rank, "SLOT_STRIDE": SLOT, "RANKS_STRIDE": 128, "USE_PDL": True}
+    shrink = {"K": K, "SPAN": 1024, "BLOCK_K": 8192 // rank, **same}
+    splits = splits_of(K)
+    sizes = {f"SIZE_{index}": size for index, size in enumerate(SIZES)}
+    expand = {**sizes, "BLOCK_N": 8192 // rank, "SPLITS": splits, "ALL_SPLITS": splits, **same}
+    types = {"slots_ptr": "*i32", "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
+    return [
+        Case(f"shrink a row {rank}", shrink_row_kernel, {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"}, shrink),
+        Case(f"expand a row {rank}", expand_row_kernel, {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}, expand),
+    ]
+
+
+CASES = [
+    *(case for tokens in (48, 300, 4096) for case in _cases(tokens)),
+    *(case for rank in (16, 64) for case in _row_cases(rank)),
+]

@@ -1,4 +1,5 @@
-"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
+"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it. `lora_rows`
+has kernels for few rows.
 
 Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It takes the adapters of these
 slots that the tile has, one after the other. Each is multiplied by the whole tile, and a row keeps the result of its
@@ -21,8 +22,9 @@ from torch import Tensor
 from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
+from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_row
 
-__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
+__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
 FEW_ROWS = 64
 """Up to so many rows reading A and B is all that takes time."""
@@ -148,6 +150,12 @@ def expand_kernel(
         tl.store(places, round_to(y + total, dtype), mask=mask)
 
 
+def by_row(tokens: int, lora: LoRAWeights, *, batch_invariant: bool) -> bool:
+    """Return whether each row has programs of its own. Rows of one and the same adapter are better off in tiles."""
+    shared = len(lora.a) == 1 and tokens > 16
+    return tokens <= MOST_ROWS and lora.b.shape[-1] <= MOST_RANK and not shared and not batch_invariant
+
+
 def rows_and_splits(tokens: int, features: int, *, batch_invariant: bool) -> tuple[int, int]:
     """Return how many rows a tile has, and among how many programs the sum over the input `features` is split."""
     splits = max(1, min(_MOST_SPLITS, features // _SPAN))
@@ -169,6 +177,8 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_in
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     if not tokens:
         return y
+    if by_row(tokens, lora, batch_invariant=batch_invariant):
+        return add_lora_by_row(y, x, slots, lora)
     block_t, splits = rows_and_splits(tokens, k, batch_invariant=batch_invariant)
     block_r, block_n = min(rank, 64), 64 if tokens <= 16 else 128
     tiles = -(-tokens // block_t)
