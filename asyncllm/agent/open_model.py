@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from asyncllm.layers.quantized_cache import quantized
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.plugins import load_plugins
-from asyncllm.models.registry import open_model, read_config
+from asyncllm.models.registry import ModelOptions, open_model, read_config
 from asyncllm.protocol import Limits, StartTimes
 
 __all__ = ["OpenedModel", "check_block_size", "choose_device"]
@@ -29,14 +29,6 @@ _LOOK_AHEAD_BYTES = 16 * 10**9
 """Bytes of weights that steps in flight should read: about 4 ms of an H200's memory."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class _ModelOptions(TypedDict):
-    session_len: int | None
-    rope_scaling_factor: float
-    hf_overrides: dict[str, Any] | None
-    model_format: str | None
-    use_logn_attn: bool
 
 
 class OpenedModel(NamedTuple):
@@ -70,7 +62,7 @@ class OpenedModel(NamedTuple):
         cache as `quant_policy` asks for it, and InvalidParameter when `session_len` asks for more
         positions than the model has, or the device takes no blocks of this size.
         """
-        asked: _ModelOptions = {
+        asked: ModelOptions = {
             "session_len": config.session_len,
             "rope_scaling_factor": config.rope_scaling_factor,
             "hf_overrides": config.hf_overrides,

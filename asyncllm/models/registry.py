@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from asyncllm.quant.scheme import Scheme, scheme_of
 from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 
 __all__ = [
+    "ModelOptions",
     "described",
     "families",
     "open_model",
@@ -90,8 +91,8 @@ def register_all_or_nothing() -> Iterator[None]:
 
 @cache
 def families() -> Mapping[str, type[DecoderLM]]:
-    """Architecture name -> family, of every module in `asyncllm.models` and of those that installed packages name as
-    entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be imported."""
+    """Return architecture name -> family, of every module in `asyncllm.models` and of those that installed packages name
+    as entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be imported."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"asyncllm.models.{module.name}")
     for point in entry_points(group="asyncllm.models"):
@@ -107,22 +108,29 @@ def families() -> Mapping[str, type[DecoderLM]]:
 
 
 def described() -> Mapping[str, str]:
-    """Architecture name -> the models that come under it, of those that say so."""
+    """Return architecture name -> the models that come under it, of those that say so."""
     families()
     return _MODELS
 
 
-def read_config(
-    path: Path,
-    *,
-    session_len: int | None = None,
-    rope_scaling_factor: float = 0.0,
-    hf_overrides: Mapping[str, Any] | None = None,
-    model_format: str | None = None,
-    use_logn_attn: bool = False,
-) -> ModelConfig:
+class ModelOptions(TypedDict, total=False):
+    """What is asked of a checkpoint besides what its files say. Fields are those of `EngineConfig`."""
+
+    session_len: int | None
+    """A longrope model takes its long divisors iff this exceeds the original context."""
+    rope_scaling_factor: float
+    """Above 0: dynamic NTK scaling by that factor."""
+    hf_overrides: Mapping[str, Any] | None
+    """These replace entries of config.json."""
+    model_format: str | None
+    """As in `quant.scheme_of`."""
+    use_logn_attn: bool
+    """Whether queries are scaled as by `LogScaling`."""
+
+
+def read_config(path: Path, **options: Unpack[ModelOptions]) -> ModelConfig:
     """Return what `open_model` would build from the folder `path`, without its weights. Raises the same errors."""
-    return _configure(path, session_len, rope_scaling_factor, hf_overrides, model_format, use_logn_attn)[1]
+    return _configure(path, **options)[1]
 
 
 def open_model(
@@ -130,34 +138,25 @@ def open_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    session_len: int | None = None,
-    rope_scaling_factor: float = 0.0,
-    hf_overrides: Mapping[str, Any] | None = None,
-    model_format: str | None = None,
-    use_logn_attn: bool = False,
     group: RankGroup | None = None,
     by_expert: bool = False,
     accept: Callable[[DecoderLM], object] = lambda model: None,
+    **options: Unpack[ModelOptions],
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
-    A longrope model takes its long divisors iff session_len exceeds the original context. rope_scaling_factor > 0 asks
-    for dynamic NTK scaling by that factor, use_logn_attn for queries scaled as by `LogScaling`. hf_overrides replaces
-    entries of config.json. `model_format` as in `quant.scheme_of`. With a group of several ranks the model is this
-    rank's share; `by_expert`: of experts it has some whole, else some features of each. `accept` gets the model before
-    its weights are read, and raises to refuse it.
+    With a group of several ranks the model is this rank's share; `by_expert`: of experts it has some whole, else some
+    features of each. `accept` gets the model before its weights are read, and raises to refuse it.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
         UnsupportedModel: the architecture or one of its settings is not implemented.
         UnsupportedFeature: use_logn_attn, of a model whose layers cannot scale their queries.
     """
-    family, config, scheme = _configure(
-        path, session_len, rope_scaling_factor, hf_overrides, model_format, use_logn_attn
-    )
+    family, config, scheme = _configure(path, **options)
     checkpoint = Checkpoint.open(path)
     model = _unfilled(family, config, checkpoint)
-    if use_logn_attn:
+    if options.get("use_logn_attn"):
         check_log_scaling(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if scheme is not None:
@@ -190,7 +189,7 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
 
     For callers who fill it layer by layer. Raises as `open_model` does, and UnsupportedModel for quantized weights.
     """
-    family, config, scheme = _configure(path, None, 0.0, None, None)
+    family, config, scheme = _configure(path)
     if scheme is not None:
         raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
     checkpoint = Checkpoint.open(path)
@@ -227,10 +226,11 @@ def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> No
 
 def _configure(
     path: Path,
-    session_len: int | None,
-    rope_scaling_factor: float,
-    hf_overrides: Mapping[str, Any] | None,
-    model_format: str | None,
+    *,
+    session_len: int | None = None,
+    rope_scaling_factor: float = 0.0,
+    hf_overrides: Mapping[str, Any] | None = None,
+    model_format: str | None = None,
     use_logn_attn: bool = False,
 ) -> tuple[type[DecoderLM], ModelConfig, Scheme | None]:
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
@@ -294,7 +294,7 @@ def _stored_dtype(path: Path) -> str:
     try:
         tensors = Checkpoint.open(path).tensors.values()
     except ModelError:
-        # Who only asks for the config may not have the weights yet; who opens the model gets this error.
+        # A caller that only asks for the config may not have the weights yet; one that opens the model gets this error.
         return "float32"
     sizes: Counter[str] = Counter()
     for entry in tensors:
