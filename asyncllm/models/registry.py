@@ -91,8 +91,9 @@ def register_all_or_nothing() -> Iterator[None]:
 
 @cache
 def families() -> Mapping[str, type[DecoderLM]]:
-    """Return architecture name -> family, of every module in `asyncllm.models` and of those that installed packages name
-    as entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be imported."""
+    """Return architecture name -> family, of every module in `asyncllm.models` and of those that installed packages
+    name as entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be
+    imported."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"asyncllm.models.{module.name}")
     for point in entry_points(group="asyncllm.models"):

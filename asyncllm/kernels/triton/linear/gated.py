@@ -17,7 +17,7 @@ __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """How `linear_hopper` divides the work: tiles of 128 or 192 tokens, whole or in equal `shares`."""
+    """How the kernel of `linear/hopper.py` divides the work: tiles of 128 or 192 tokens, whole or in equal `shares`."""
 
     tokens: int = 128
     shares: bool = False

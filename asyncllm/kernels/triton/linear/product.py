@@ -82,10 +82,10 @@ the ring of weights is filled while attention runs.
 
 The last four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet.
 
-From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (see `linear_hopper`),
+From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (`linear/hopper.py`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
 Only that of gate and up was faster, 102.6 us at 256 tokens to 109.5, and more so with the gate in the same kernel:
-`linear_gated`."""
+`linear/gated.py`."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

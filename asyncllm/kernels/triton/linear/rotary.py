@@ -1,6 +1,6 @@
 """The projection to queries, keys and values with the rotation behind it, for up to 64 tokens: one kernel, not two.
 
-It is `linear_small.skinny_kernel` with other rows and another end. A tile has as many features of a head's first half
+It is `small.skinny_kernel` with other rows and another end. A tile has as many features of a head's first half
 as of its second, those that are turned together; it lies within one head, so that all of its results go to q, to the
 cache's keys, or to its values.
 """

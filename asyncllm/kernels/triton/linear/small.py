@@ -1,11 +1,11 @@
 """Linear layers for up to 64 tokens, where reading the weight is all that takes time.
 
-Two kernels, and the configuration of a third: `linear_narrow`, for Hopper alone. `gemv_kernel` multiplies in float32
-without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the weight
-to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow side),
-optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the order of
-the splits, so that runs repeat bit by bit. With GATED a tile has gate rows and the up rows that belong to them, and
-stores silu(gate) * up.
+Two kernels, and the configuration of a third: that of `linear/narrow.py`, for Hopper alone. `gemv_kernel` multiplies in
+float32 without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the
+weight to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow
+side), optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the
+order of the splits, so that runs repeat bit by bit. With GATED a tile has gate rows and the up rows that belong to
+them, and stores silu(gate) * up.
 
 No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
 the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
@@ -50,7 +50,7 @@ class SkinnyConfig:
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tile of `linear_narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a
+    """Tile of `narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a
     stage, `stages` of them, the sum split over `splits` blocks."""
 
     rows: int
