@@ -34,6 +34,9 @@ __all__ = ["MOST_PER_EXPERT", "TILES", "multiply", "packed_experts"]
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 8, 4)}
 """By tokens per block: those of `linear.packed`. Not measured here. Blocks of 128 spill registers."""
 
+UNGROUPED_TILE = TILES[16]
+"""Of blocks with one token each, which are few: twice as many rows would be half as many programs."""
+
 E2M1_TILES = {16: Tile(128, 16, 4, 4), 32: Tile(128, 32, 4, 4), 64: Tile(128, 64, 4, 3)}
 """Of e2m1 numbers beside bfloat16. On an H200, of 15 for gpt-oss's experts (us of both products with 64, 256 and 1,024
 tokens): 240, 410 and 770; those of `TILES` 233, 446 and 1,219 where scales are applied to sums instead. Blocks of 128
@@ -212,7 +215,7 @@ def packed_experts(
         return out
     if num_assignments <= max(top_k, num_experts // 8):
         ids = expert_ids.view(-1)
-        blocks = Blocks(ids, ids, 16, True)
+        blocks = Blocks(ids, ids, UNGROUPED_TILE.tokens, True)
     elif _scaled_first(gate_up, x):
         average = num_assignments / num_experts
         blocks = group(expert_ids, num_experts, next((each for each in E2M1_TILES if each >= average), max(E2M1_TILES)))
@@ -244,7 +247,8 @@ def multiply(
     limit: float | None = None,
 ) -> None:
     """As `moe.multiply`. x [*, K] of 16 bits, bias [E, N]."""
-    tile = (E2M1_TILES if _scaled_first(weight, x) else TILES)[blocks.size]
+    tiles = E2M1_TILES if _scaled_first(weight, x) else TILES
+    tile = UNGROUPED_TILE if blocks.ungrouped else tiles[blocks.size]
     num_blocks = blocks.experts.shape[0]
     launch(
         packed_experts_kernel,
