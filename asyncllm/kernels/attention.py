@@ -96,7 +96,7 @@ def plan_decode_attention(
     On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
     a replay plans for what kv_lens and block_tables hold then. Attention keeps its partial sums in the plan, so that
     layers use it one after another. Raises ValueError there unless the block size is a multiple of 16 and head_dim one
-    of 8 up to 256.
+    of 8 up to 512.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     kv_lens = kv_lens[: int((kv_lens >= 0).sum())].long()
