@@ -108,7 +108,7 @@ class Tokenizer:
 
         `add_bos` adds the ids that the checkpoint's tokenizer puts in front, unless the text begins with them already.
         `parse_special=False` reads the spellings of special tokens as plain text. Raises InvalidMessage for a text that
-        is no valid Unicode.
+        is no valid Unicode, or has a character for which there is no token.
         """
         for text in texts:
             _check_text(text)

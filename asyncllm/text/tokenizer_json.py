@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
-from asyncllm.errors import InvalidCheckpoint
+from asyncllm.errors import InvalidCheckpoint, InvalidMessage
 from asyncllm.text.added_tokens import SPACE, Place, TokenFinder, any_of, led_by_space
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
 from asyncllm.text.literal_pipeline import LiteralPipeline
@@ -68,18 +69,23 @@ class TokenizerJson:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         """Return token ids per text, without the prefix. `encode_batch_fast` releases the GIL, `encode` does not."""
-        if not parse_special:
-            return [self._literal.encode(text, (), [place[:2] for place in self._special(text, ())]) for text in texts]
-        if self._lost is not None and any(self._lost.search(text) for text in texts):
-            return [self.encode_literal(text, ()) for text in texts]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _named_errors():
+            if not parse_special:
+                return [
+                    self._literal.encode(text, (), [place[:2] for place in self._special(text, ())]) for text in texts
+                ]
+            if self._lost is not None and any(self._lost.search(text) for text in texts):
+                return [self.encode_literal(text, ()) for text in texts]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
         """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
-        places = self._special(text, literal)
-        if any(place.id in self._late for place in places):
-            places = self._found(text, places, literal)
-        return self._literal.encode(text, places, literal)
+        with _named_errors():
+            places = self._special(text, literal)
+            if any(place.id in self._late for place in places):
+                places = self._found(text, places, literal)
+            return self._literal.encode(text, places, literal)
 
     def _special(self, text: str, literal: Sequence[tuple[int, int]]) -> list[Place]:
         return [place for place in self._finder.find(text, literal) if place.id in self.special_ids]
@@ -215,3 +221,16 @@ def _rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingS
         if old == SPACE:
             return (lambda token: byte_of_fallback_token(token) or token.replace(old, new).encode()), leading
     return None
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Raise InvalidMessage for what the library says of a text, such as of a character that is no token's where none
+    stands for the unknown."""
+    try:
+        yield
+    except Exception as error:
+        # The library's own are of no other class.
+        if type(error) is not Exception:
+            raise
+        raise InvalidMessage(f"The model's tokenizer cannot encode the text: {error}. Leave that out.") from None

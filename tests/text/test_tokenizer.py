@@ -414,6 +414,18 @@ def test_a_damaged_sentencepiece_model_is_named(tmp_path: Path) -> None:
             Tokenizer.from_folder(tmp_path)
 
 
+def test_a_character_that_no_token_has_is_named(tmp_path: Path) -> None:
+    """Where no token stands for the unknown either."""
+    tokenizers.Tokenizer(tokenizers.models.Unigram([(letter, -1.0) for letter in "abx "])).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("ab") == [0, 1]
+    for options in ({}, {"parse_special": False}, {"literal_spans": [(0, 1)]}):
+        with pytest.raises(InvalidMessage, match="unknown token"):
+            tokenizer.encode("a?", **options)
+
+
 def test_tokenizer_files_of_two_models_are_refused(tmp_path: Path) -> None:
     folder = sentencepiece_bpe(tmp_path)
     write_json(folder / "tokenizer_config.json", added_tokens_decoder={"5": {"content": "<other>", "special": True}})
