@@ -83,6 +83,9 @@ def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Ten
     last_tokens [S] int64 at the slots, and results [2, R] int32: tokens, flags.
     """
     used = slots >= 0
-    last_tokens[slots[used].long()] = tokens[used]
+    if used.all():
+        last_tokens.index_copy_(0, slots.long(), tokens)
+    else:
+        last_tokens[slots[used].long()] = tokens[used]
     results[0] = tokens
     results[1] = flags

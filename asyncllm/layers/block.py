@@ -83,11 +83,14 @@ class Block(Layer):
             normed = self.attn_norm(residual)
         else:
             normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
-        attended = self._scaled(self._attended(normed, step, sampled))
+        attended = self._attended(normed, step, sampled)
+        if self.scale is not None:
+            attended.mul_(self.scale)
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
         normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
-        return self._scaled(self._fed(normed, residual, step)), residual
+        fed = self._fed(normed, residual, step)
+        return fed if self.scale is None else fed.mul_(self.scale), residual
 
     def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
         """Return what attention gives of the normed stream."""
@@ -98,9 +101,6 @@ class Block(Layer):
         """Return what the MLP gives of the normed stream. `residual` is the stream itself."""
         fed: Tensor = self.mlp(normed, step)
         return fed
-
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.scale is None else branch.mul_(self.scale)
 
 
 def _normed(

@@ -64,7 +64,8 @@ class Linear(Weighted):
 
     def rounding(self, step: StepInputs) -> Rounding | None:
         """Return how the input may be rounded by the op that makes it; None where the layer is to have it as it is."""
-        return None if self.adds(step) else self.method.rounding(self)
+        rounding = self.method.rounding(self)
+        return None if rounding is None or self.adds(step) else rounding
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
         if isinstance(x, RoundedRows):

@@ -73,6 +73,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         """Whether a launch returns before the work is done."""
+        self._kind = "cuda" if self.on_gpu else "cpu"
         self.stream: torch.cuda.Stream | None = None
         """The stream that computes; None on a CPU."""
         self._down_stream: torch.cuda.Stream | None = None
@@ -85,18 +86,27 @@ class Streams:
         """Run what is launched inside the block on `stream`."""
         return torch.cuda.stream(self.stream) if self.on_gpu else nullcontext()
 
-    @contextmanager
-    def launching(self) -> Iterator[None]:
+    def launching(self) -> AbstractContextManager[Any]:
         """Run what is launched inside the block on `stream`, in inference mode, without autocast or a default device.
 
         A coroutine of the user may wait inside `with torch.autocast(...)` or `with torch.device(...)`, which hold for
-        the whole thread of the event loop. This takes 5 us.
+        the whole thread of the event loop. As a rule none does.
         """
+        if torch.is_autocast_enabled(self._kind) or torch._C._is_torch_function_mode_enabled():
+            return self._launching_alone()
+        return torch.inference_mode() if self.stream is None else self._launching()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        with torch.inference_mode(), self.computing():
+            yield
+
+    @contextmanager
+    def _launching_alone(self) -> Iterator[None]:
         with (
-            torch.inference_mode(),
             torch._C.DisableTorchFunction(),
-            torch.autocast("cuda" if self.on_gpu else "cpu", enabled=False),
-            self.computing(),
+            torch.autocast(self._kind, enabled=False),
+            self._launching(),
         ):
             yield
 
