@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_row
+from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_row, part_of
 
 __all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
@@ -108,21 +108,12 @@ def expand_kernel(
     a block of one part.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    END_1: tl.constexpr = SIZE_0 + SIZE_1
-    END_2: tl.constexpr = END_1 + SIZE_2
-    N: tl.constexpr = END_2 + SIZE_3
-    BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (SIZE_1 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_2: tl.constexpr = BLOCKS_1 + (SIZE_2 + BLOCK_N - 1) // BLOCK_N
+    N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     rows = tl.program_id(0) // TURNS * BLOCK_T + tl.arange(0, BLOCK_T)
-    block = tl.program_id(1)
-    part = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32) + (block >= BLOCKS_2).to(tl.int32)
-    start = tl.where(part == 0, 0, tl.where(part == 1, SIZE_0, tl.where(part == 2, END_1, END_2)))
-    end = tl.where(part == 0, SIZE_0, tl.where(part == 1, END_1, tl.where(part == 2, END_2, N)))
-    block -= tl.where(part == 0, 0, tl.where(part == 1, BLOCKS_0, tl.where(part == 2, BLOCKS_1, BLOCKS_2)))
-    features = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, start, end = part_of(tl.program_id(1), SIZE_0, SIZE_1, SIZE_2, SIZE_3, BLOCK_N)
+    features = start + tl.arange(0, BLOCK_N)
     slots = _slots_in_turn(slots_ptr, rows, tokens, tl.program_id(0) % TURNS, TURNS)
     slot = _next_slot(slots, -1)
     if slot < _NO_SLOT:
