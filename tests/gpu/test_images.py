@@ -11,12 +11,12 @@ from asyncllm.models.registry import open_model
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import PlannedTower
 from tests.gpu.engines import device_config
-from tests.vl.checkpoints import folder_of, picture, worst_difference
+from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 from tests.vl.kinds import KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 
-GREEDY = GenerationConfig(max_new_tokens=16, ignore_eos=True, logprobs=1)
+GREEDY = greedy(16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

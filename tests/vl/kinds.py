@@ -371,15 +371,15 @@ def _janus() -> Kind:
 
 
 def _vip_llava() -> Kind:
-    """Hidden states of several layers, counted from the beginning and from the end."""
+    """Hidden states of several layers, counted from the beginning and from the end: those of published models, which
+    transformers has where nothing is said, under a name of the entry that differs between its versions."""
     from transformers import VipLlavaConfig
 
     config = VipLlavaConfig(
-        vision_config=CLIP,
+        vision_config={**CLIP, "num_hidden_layers": 10},
         text_config={**TEXT, "model_type": "llama"},
         image_token_index=IMAGE_ID,
         image_seq_length=16,
-        vision_feature_layer=[-2, 1],
         projector_layernorm_eps=0.1,
     )
     return config, CLIP_PICTURES, ["<image>"], PARTS_TEMPLATE

@@ -152,6 +152,19 @@ def remote_intern(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     }, renamed
 
 
+def counted_from_the_start(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """Hidden states by number from the first, under the names that versions of transformers have for them."""
+    count = fields["vision_config"]["num_hidden_layers"] + 1
+    named = {key: fields.pop(key) for key in ("vision_feature_layer", "vision_feature_layers") if key in fields}
+    for key, layers in named.items():
+        if isinstance(layers, int):
+            fields[key] = layers % count
+        else:
+            other = {"vision_feature_layer": "vision_feature_layers"}.get(key, "vision_feature_layer")
+            fields[other] = [each % count for each in layers]
+    return fields, tensors
+
+
 def written_anew(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     """Experts as transformers 5 writes them."""
     return fields, {
@@ -293,6 +306,7 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("llava", moved_llava, None),
     ("llava", old_llava, None),
     ("lfm2_vl", old_llava, None),
+    *((kind, counted_from_the_start, None) for kind in ("llava", "vip_llava", "pixtral", "aya_vision")),
     ("llava", original_llava, "LlavaLlamaForCausalLM"),
     ("llava_next", original_llava, "LlavaMistralForCausalLM"),
     ("onevision", original_onevision, "LlavaQwenForCausalLM"),

@@ -9,15 +9,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, kernels
+from asyncllm import AsyncEngine, EngineConfig, kernels
 from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.kernels import PagedKV
 from tests.agent.test_steps_in_flight import EagerGraphs
-from tests.vl.checkpoints import folder_of, picture, worst_difference
+from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
-GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+GREEDY = greedy()
 
 
 class Graphs(EagerGraphs):

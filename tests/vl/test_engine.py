@@ -16,12 +16,12 @@ from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage
 from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl import IMAGE_TOKEN
-from tests.vl.checkpoints import folder_of, picture, worst_difference
+from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 KIND = "llava"
-GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+GREEDY = greedy()
 
 
 def config(**more: Any) -> EngineConfig:
@@ -83,7 +83,7 @@ async def test_the_place_of_an_image_counts(engine: AsyncEngine) -> None:
 async def test_answers_survive_preemption(kind: str, copied: int) -> None:
     """By computing again, and by copies of so many blocks to the host and back."""
     images = [picture(seed) for seed in range(4)]
-    long = GenerationConfig(max_new_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
+    long = greedy(40)
     way: Any = {"eviction_type": "copy", "num_cpu_blocks": copied} if copied else {}
     crowded = config(num_gpu_blocks=40, enable_prefix_caching=False, **way)
     async with AsyncEngine(str(folder_of(kind)), crowded) as engine:
@@ -279,7 +279,7 @@ async def test_no_chunk_cuts_tokens_that_see_each_other(budget: int, blocks: int
     """Prompts in a pool with little room beside the window and an image, some of which the prefix cache has up to
     within an image."""
     prompts = [(f"{'long words ' * n}and then?", [picture(n), picture(n + 1, 90, 31)]) for n in (0, 1, 2, 3, 1)]
-    long = GenerationConfig(max_new_tokens=20, temperature=0, ignore_eos=True, logprobs=1)
+    long = greedy(20)
     tight = config(max_prefill_token_num=budget, num_gpu_blocks=blocks, enable_prefix_caching=caching)
     async with AsyncEngine(str(folder_of("gemma3")), tight) as engine:
         for _ in range(2):

@@ -61,7 +61,8 @@ def test_deepseeks_other_towers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "error", "says"),
     [
-        ("llava", {"vision_feature_layer": 0}, UnsupportedModel, "vision_feature_layer"),
+        ("llava", {"vision_feature_layer": 4}, UnsupportedModel, "vision_feature_layer"),
+        ("llava", {"vision_feature_layer": []}, UnsupportedModel, "vision_feature_layer"),
         ("llava", {"vision_config": 3}, InvalidCheckpoint, "vision_config"),
         ("llava", {"vision_config": {"model_type": "dinov2"}}, UnsupportedModel, "model_type"),
         ("llava", {"text_config": {"model_type": "rwkv"}}, UnsupportedModel, "decoder of 'rwkv'"),

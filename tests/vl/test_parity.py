@@ -6,15 +6,15 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.models.registry import open_model
 from asyncllm.vl.processor import open_processor
-from tests.vl.checkpoints import ALL_KINDS, folder_of, picture, shared_oracle, worst_difference
+from tests.vl.checkpoints import ALL_KINDS, folder_of, greedy, picture, shared_oracle, worst_difference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 CONFIG = EngineConfig(block_size=8, num_gpu_blocks=256, max_prefill_token_num=24, vision_max_batch_size=2)
-GREEDY = GenerationConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+GREEDY = greedy()
 SIZES = [(40, 30), (30, 60), (28, 28), (90, 31)]
 
 

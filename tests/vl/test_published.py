@@ -30,7 +30,7 @@ from asyncllm.vl.processing.molmo import CropGrid
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.towers.mining import MiningConfig
 from tests.checkpoints import perturb
-from tests.vl.checkpoints import folder_of, picture, worst_difference
+from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 from tests.vl.published.families import PUBLISHED
 from tests.vl.tiny_parts import IMAGE_ID
 
@@ -89,10 +89,10 @@ async def test_what_stands_for_images(kind: str, sizes: list[tuple[int, int]], e
 
 
 async def test_images_are_numbered_through_a_conversation() -> None:
-    greedy = GenerationConfig(max_new_tokens=2, temperature=0, ignore_eos=True)
+    two = GenerationConfig(max_new_tokens=2, temperature=0, ignore_eos=True)
     async with AsyncEngine(str(folder_of("minicpm_v_2_6")), CONFIG) as engine, engine.session() as session:
-        await session.chat(("one", [picture(1, 28, 28)]), greedy)
-        await session.chat(("two", [picture(2, 28, 28)]), greedy)
+        await session.chat(("one", [picture(1, 28, 28)]), two)
+        await session.chat(("two", [picture(2, 28, 28)]), two)
         text = engine.tokenizer.decode(session.token_ids, skip_special_tokens=False)
     assert [f"<image_id>{number}</image_id>" in text for number in range(3)] == [True, True, False]
 
@@ -181,19 +181,18 @@ async def test_images_for_phi_4_need_its_adapter(tmp_path: Path) -> None:
     source = folder_of("phi4")
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "vision-lora")
-    greedy = GenerationConfig(max_new_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
     asked = ("what?", picture(1))
     async with AsyncEngine(str(tmp_path), CONFIG) as engine:
-        assert len((await engine.generate("what?", greedy)).token_ids) == 4
+        assert len((await engine.generate("what?", greedy(4))).token_ids) == 4
         with pytest.raises(InvalidParameter, match="vision-lora"):
-            await engine.generate(asked, greedy)
+            await engine.generate(asked, greedy(4))
         engine.check_idle()
     own = str(source / "vision-lora")
     given = msgspec.structs.replace(CONFIG, adapters={"vision": own, "other": own})
     async with AsyncEngine(str(tmp_path), given) as engine:
         ids = await engine.encode(asked)
         for name in (None, "vision", "other"):
-            answer = await engine.generate(asked, greedy, adapter_name=name)
+            answer = await engine.generate(asked, greedy(4), adapter_name=name)
             assert worst_difference("phi4", ids, [asked[1]], answer) < 1e-4
     async with AsyncEngine(str(source), CONFIG) as engine:
         assert list(engine.adapters) == ["vision"]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, clip_of, text_of
+from asyncllm.models.vision.parts import Composed, clip_of, depth_of, text_of
 from asyncllm.vl.towers.aya_vision import AyaVisionConfig
 
 __all__ = ["read_aya_vision", "read_cohere2_vision"]
@@ -44,9 +44,6 @@ def read_aya_vision(hf: HFConfig, usual: Mapping[str, Any] | None = None) -> Com
     if encoder.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
     hf.expect("vision_feature_select_strategy", "full")
-    last = hf.fields.get("vision_feature_layer", -1)
-    if type(last) is not int or not -encoder.num_layers <= last < 0:
-        hf.unsupported("vision_feature_layer", "Supported: a layer counted from the end, below 0.")
     fold = hf.integer("downsample_factor", 2)
     if encoder.side % fold:
         hf.invalid("downsample_factor", f"which does not divide {encoder.side} patches")
@@ -55,7 +52,7 @@ def read_aya_vision(hf: HFConfig, usual: Mapping[str, Any] | None = None) -> Com
         hf.invalid("alignment_intermediate_size", "which has no halves")
     vision = AyaVisionConfig(
         encoder=encoder,
-        read_layers=encoder.num_layers + 1 + last,
+        read_layers=depth_of(hf, "vision_feature_layer", hf.fields.get("vision_feature_layer", -1), encoder.num_layers),
         fold=fold,
         projector_size=width // 2,
         eps=hf.number("adapter_layer_norm_eps", 1e-6),

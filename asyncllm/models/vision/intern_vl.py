@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of, square_of, text_of
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, depth_of, part_of, square_of, text_of
 from asyncllm.vl.towers.intern_vl import InternVLConfig
 
 __all__ = ["read_intern_vl"]
@@ -30,10 +30,8 @@ def read_intern_vl(hf: HFConfig) -> Composed:
     hf.expect("vision_feature_select_strategy", "default")
     hf.expect("use_backbone_lora", 0)
     hf.expect("use_llm_lora", 0)
-    layers, last = part.integer("num_hidden_layers", 24), hf.fields.get("select_layer", -1)
-    last = hf.fields.get("vision_feature_layer", last)
-    if type(last) is not int or not -layers <= last < 0:
-        hf.unsupported("select_layer", "Supported: a layer counted from the end, below 0.")
+    layers = part.integer("num_hidden_layers", 24)
+    key = "vision_feature_layer" if "vision_feature_layer" in hf.fields else "select_layer"
     heads = part.integer("num_attention_heads", 16)
     hidden = part.integer("hidden_size", 1024)
     side, patch = square_of(part, "image_size", 448), square_of(part, "patch_size", 14)
@@ -43,7 +41,7 @@ def read_intern_vl(hf: HFConfig) -> Composed:
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4096),
         num_layers=layers,
-        read_layers=layers + 1 + last,
+        read_layers=depth_of(hf, key, hf.fields.get(key, -1), layers),
         num_heads=heads,
         image_size=side,
         patch_size=patch,

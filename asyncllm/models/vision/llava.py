@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, part_of, square_of, text_of
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, clip_of, depth_of, part_of, square_of, text_of
 from asyncllm.models.vision.pixtral import read_pixtral
 from asyncllm.vl.towers.llava import LlavaConfig
 
@@ -14,7 +14,8 @@ __all__ = ["read_deepseek_vl", "read_janus", "read_llava", "read_onevision", "re
 MAX_TILES = 1024
 
 
-def read_llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
+def read_llava(hf: HFConfig, *, tiled: bool = False, layers: str = "vision_feature_layer") -> Composed:
+    """Read config.json, whose entry `layers` names the hidden states that are read."""
     tower = hf.fields.get("vision_config")
     if isinstance(tower, dict) and tower.get("model_type") == "pixtral":
         return read_pixtral(hf)
@@ -22,13 +23,11 @@ def read_llava(hf: HFConfig, *, tiled: bool = False) -> Composed:
     encoder = clip_of(hf)
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
     hf.expect("vision_feature_select_strategy", "default", "full")
-    layers = hf.fields.get("vision_feature_layer", -2)
-    chosen = layers if isinstance(layers, list) else [layers]
-    if not chosen or not all(type(each) is int and -encoder.num_layers <= each < 0 for each in chosen):
-        hf.unsupported("vision_feature_layer", "Supported: layers counted from the end, below 0.")
+    named = hf.fields.get(layers, -2)
+    chosen = named if isinstance(named, list) and named else [named]
     vision = LlavaConfig(
         encoder=encoder,
-        feature_layers=tuple(encoder.num_layers + 1 + each for each in chosen),
+        feature_layers=tuple(depth_of(hf, layers, each, encoder.num_layers) for each in chosen),
         drops_class_token=hf.fields.get("vision_feature_select_strategy", "default") == "default",
         bias=hf.flag("multimodal_projector_bias", True),
         activation=TOWER_ACTIVATIONS[hf.fields.get("projector_hidden_act", "gelu")],
@@ -91,12 +90,9 @@ def read_janus(hf: HFConfig) -> Composed:
 
 
 def read_vip_llava(hf: HFConfig) -> Composed:
-    """Read config.json. Features of several layers, some of them counted from the beginning, are normed together."""
-    layers = hf.fields.get("vision_feature_layers", hf.fields.get("vision_feature_layer", [-2, -5, -8, -11, 6]))
-    count = clip_of(hf).num_layers
-    if isinstance(layers, list):
-        layers = [each - count - 1 if type(each) is int and 0 <= each <= count else each for each in layers]
-    parts = read_llava(hf.changed({"vision_feature_layer": layers}))
+    """Read config.json. Features of several layers are normed together."""
+    layers = "vision_feature_layer" if "vision_feature_layer" in hf.fields else "vision_feature_layers"
+    parts = read_llava(hf.changed({layers: hf.fields.get(layers, [-2, -5, -8, -11, 6])}), layers=layers)
     eps = hf.number("projector_layernorm_eps", 1e-5)
     return parts._replace(vision=msgspec.structs.replace(parts.vision, input_eps=eps))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, clip_of
+from asyncllm.models.vision.parts import Composed, clip_of, depth_of
 from asyncllm.vl.known_towers import fine_tower_fields, tower_fields
 from asyncllm.vl.towers.convnext import ConvNextConfig
 from asyncllm.vl.towers.mining import MiningConfig
@@ -28,8 +28,6 @@ def read_mgm(hf: HFConfig) -> Composed:
     fields = fine_tower_fields(folder, hf.fields.get("mm_vision_tower_aux"))
     large = ConvNextConfig(depths=tuple(fields["depths"]), sizes=tuple(fields["hidden_sizes"]))
     last = hf.fields.get("mm_vision_select_layer", -2)
-    if type(last) is not int or not -small.num_layers <= last < 0:
-        hf.unsupported("mm_vision_select_layer", "Supported: a layer counted from the end, below 0.")
     grid, side, whole = hf.integer("image_grid", 1), hf.integer("image_size_aux"), hf.flag("image_global", False)
     if grid > MAX_GRID or (whole and grid == 1):
         hf.unsupported("image_grid", f"Supported: up to {MAX_GRID}, and with image_global = true from 2 on.")
@@ -39,7 +37,7 @@ def read_mgm(hf: HFConfig) -> Composed:
     vision = MiningConfig(
         small=small,
         large=large,
-        read_layers=small.num_layers + 1 + last,
+        read_layers=depth_of(hf, "mm_vision_select_layer", last, small.num_layers),
         grid=grid,
         whole=whole,
     )

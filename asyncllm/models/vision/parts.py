@@ -10,7 +10,17 @@ from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig
 from asyncllm.vl.towers.parts import ACTIVATIONS, TowerActivation
 
-__all__ = ["TOWER_ACTIVATIONS", "Composed", "axes_of", "clip_of", "part_of", "square_of", "text_of", "without"]
+__all__ = [
+    "TOWER_ACTIVATIONS",
+    "Composed",
+    "axes_of",
+    "clip_of",
+    "depth_of",
+    "part_of",
+    "square_of",
+    "text_of",
+    "without",
+]
 
 TOWER_ACTIVATIONS: Mapping[str, TowerActivation] = {
     **{name: name for name in ACTIVATIONS},
@@ -121,6 +131,14 @@ def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) 
         activation=TOWER_ACTIVATIONS[activation],
         has_class_token=clip,
     )
+
+
+def depth_of(hf: HFConfig, key: str, layer: Any, count: int) -> int:
+    """Return after how many of an encoder's `count` layers the hidden states are read that an entry of `key` names, as
+    transformers numbers them: from 0, what the first layer reads, or backwards from -1. Raises UnsupportedModel."""
+    if type(layer) is not int or not -count - 1 <= layer <= count:
+        hf.unsupported(key, f"Supported: hidden states from 0 to {count}, or from -1 backwards to {-count - 1}.")
+    return layer % (count + 1)
 
 
 def square_of(part: HFConfig, key: str, default: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, clip_of, part_of
+from asyncllm.models.vision.parts import Composed, clip_of, depth_of, part_of
 from asyncllm.vl.known_towers import tower_fields
 from asyncllm.vl.towers.hd import FOLD, HdConfig
 
@@ -35,14 +35,11 @@ def read_phi3_v(hf: HFConfig) -> Composed:
     fields = tower_fields(Path(hf.source).parent, named.fields.get("model_name"))
     encoder = clip_of(hf.changed({"vision_config": dict(fields)}))
     named.expect("image_dim_out", encoder.hidden_size)
-    last = named.fields.get("layer_idx", -2)
-    if type(last) is not int or not -encoder.num_layers <= last < 0:
-        named.unsupported("layer_idx", "Supported: a layer counted from the end, below 0.")
     if encoder.side % FOLD:
         named.invalid("model_name", "whose patches along a side are not even in number")
     vision = HdConfig(
         encoder=encoder,
-        read_layers=encoder.num_layers + 1 + last,
+        read_layers=depth_of(named, "layer_idx", named.fields.get("layer_idx", -2), encoder.num_layers),
         source=f"{SOURCE}.img_processor.vision_model",
         names=_JOINING,
     )

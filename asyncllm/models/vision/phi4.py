@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, clip_of
+from asyncllm.models.vision.parts import Composed, clip_of, depth_of
 from asyncllm.vl.known_towers import phi4_tower
 from asyncllm.vl.towers.phi4 import FOLD, Phi4VisionConfig
 
@@ -15,8 +15,6 @@ def read_phi4(hf: HFConfig) -> Composed:
     encoder = clip_of(hf.changed({"vision_config": tower}), "phi4_multimodal_vision")
     if encoder.side % FOLD or tower.get("crop_size", encoder.image_size) != encoder.image_size:
         hf.unsupported("vision_config", "Supported: an even number of patches along each side of a crop.")
-    last = tower.get("feature_layer", -2)
-    if type(last) is not int or not -encoder.num_layers <= last < 0:
-        hf.unsupported("vision_config", "Supported: feature_layer counted from the end, below 0.")
-    vision = Phi4VisionConfig(encoder=encoder, read_layers=encoder.num_layers + 1 + last)
+    depth = depth_of(hf, "vision_config", tower.get("feature_layer", -2), encoder.num_layers)
+    vision = Phi4VisionConfig(encoder=encoder, read_layers=depth)
     return Composed(hf, "Phi3ForCausalLM", vision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, part_of, square_of, text_of
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, depth_of, part_of, square_of, text_of
 from asyncllm.vl.towers.pixtral import PixtralConfig
 
 __all__ = ["read_lighton_ocr", "read_mistral3", "read_pixtral"]
@@ -45,8 +45,6 @@ def _read(
         part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
     part.expect("head_dim", hidden // heads)
     layers, last = part.integer("num_hidden_layers", 24), hf.fields.get("vision_feature_layer", layer)
-    if type(last) is not int or not -layers <= last < 0:
-        hf.unsupported("vision_feature_layer", "Supported: a layer counted from the end, below 0.")
     rope = part.fields.get("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
         part.unsupported("rope_parameters", "Supported: rope_type = 'axial'.")
@@ -55,7 +53,7 @@ def _read(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4096),
         num_layers=layers,
-        read_layers=layers + 1 + last,
+        read_layers=depth_of(hf, "vision_feature_layer", last, layers),
         num_heads=heads,
         patch_size=square_of(part, "patch_size", 16),
         theta=theta.number("rope_theta"),
