@@ -459,18 +459,22 @@ class ModelAgent:
     def _draw(self, step: StepTensors, logits: Tensor, pending: PendingStep) -> Tensor:
         """Launch the draw of the step's tokens, from the rank's logits [R, V]. Return tokens and flags [2, R] int32."""
         rows, count = step.arrays.rows, len(step.arrays.rows.slots)
-        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        flags = torch.empty(count, dtype=torch.int32, device=self._device)
         results = torch.empty(2, count, dtype=torch.int32, device=self._device)
         if not count:
             return results
-        if self.sampler.takes_lists(rows.slots):
-            self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
-        elif not self.sampler.take_largest(logits, rows.slots, tokens, flags):
-            own = self.sampler.own_rows(logits)
-            self.sampler.draw(own, step.slots, step.positions, tokens, flags)
-            self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
-            pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
+        largest = self.sampler.largest(logits, rows.slots)
+        if largest is not None:
+            tokens, flags = largest, torch.zeros(count, dtype=torch.int32, device=self._device)
+        else:
+            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+            flags = torch.empty(count, dtype=torch.int32, device=self._device)
+            if self.sampler.takes_lists(rows.slots):
+                self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
+            else:
+                own = self.sampler.own_rows(logits)
+                self.sampler.draw(own, step.slots, step.positions, tokens, flags)
+                self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
+                pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
         kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
         return results
 

@@ -64,7 +64,6 @@ class PendingStep:
             abandon(self)
             raise
 
-    @torch.inference_mode()
     def output(self) -> StepOutput:
         """Return the results. Call it once, after `wait`, in the thread that launches steps."""
         self._on_read(self)
@@ -76,16 +75,23 @@ class PendingStep:
             tokens, flags = sampled[:, : len(self.slots)]
             output.slots, output.tokens = self.slots.tolist(), tokens.tolist()
             output.errors = sampler.errors(self.slots, flags)
-            for row in np.flatnonzero(unsound[: len(batch.prefill)]).tolist():
-                output.errors[batch.prefill[row].slot] = NOT_FINITE
-            output.forced = sampler.observe(self.slots, tokens, batch.least_forced)
-            for extra in self.extras:
-                extra.write(output)
+            if batch.prefill:
+                self._add_prefill(output, unsound)
+            output.forced = sampler.observe(output.slots, output.tokens, batch.least_forced)
             output.errors |= self.failed
             if self.logprobs is not None:
                 output.logprobs = self.logprobs.result(output.errors)
             output.elapsed_ms = self._clock.elapsed_ms()
         return output
+
+    @torch.inference_mode()
+    def _add_prefill(self, output: StepOutput, unsound: NDArray[np.int32]) -> None:
+        """Add errors of the prefill rows, of which some are `unsound` [P], and what they ask for."""
+        for row, found in zip(self.batch.prefill, unsound.tolist(), strict=False):
+            if found:
+                output.errors[row.slot] = NOT_FINITE
+        for extra in self.extras:
+            extra.write(output)
 
 
 def abandon(owner: object) -> None:

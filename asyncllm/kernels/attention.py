@@ -55,8 +55,12 @@ PrefillPlan: TypeAlias = tuple[Any, ...]
 class _DecodeLines(NamedTuple):
     """Where decode attention finds its keys and values."""
 
+    num_rows: int
+    """B."""
     lines: Tensor
     """[2, B * K, width] int64: for each row and KV head the lines (`KVCache.lines`) of its keys, and of its values."""
+    few_lines: Tensor | None
+    """The same, flat; None where they are too many to be gathered at once."""
     bias: Tensor | None
     """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
     distances: Tensor
@@ -117,7 +121,9 @@ def plan_decode_attention(
     if shortest < width:
         bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]
     padding = kv_lens == 0 if shortest == 0 else None
-    return _DecodeLines(lines.view(2, -1, width), bias, positions - (kv_lens - 1)[:, None], padding)
+    few_lines = lines.view(-1) if lines[0].numel() <= GATHER_LINES else None
+    distances = positions - (kv_lens - 1)[:, None]
+    return _DecodeLines(len(kv_lens), lines.view(2, -1, width), few_lines, bias, distances, padding)
 
 
 @op("attention.decode:paged_decode_attention")
@@ -138,19 +144,32 @@ def paged_decode_attention(
     what follows them is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that
     is given. On a GPU it is the same from run to run.
     """
-    lines = _DecodeLines(*plan)
-    rows = lines.distances.shape[0]
+    lines: _DecodeLines = plan  # type: ignore[assignment]
+    rows = lines.num_rows
     if rows == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    attended = _attend_lines(q[:rows], cache, lines, _Shape(scale, softcap, sinks, alibi))
+    present = q if rows == q.shape[0] else q[:rows]
+    if lines.few_lines is not None and softcap is None and sinks is None and alibi is None:
+        attended = _attend_few_lines(present, cache, lines, lines.few_lines, scale)
+    else:
+        attended = _attend_lines(present, cache, lines, _Shape(scale, softcap, sinks, alibi))
     if lines.padding is not None:
         attended = attended.masked_fill(lines.padding[:, None, None], 0.0)
     if out is None:
-        if rows == q.shape[0]:
+        if present is q:
             return attended
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out[:rows] = attended
     return out
+
+
+def _attend_few_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, few_lines: Tensor, scale: float) -> Tensor:
+    _, num_lists, width = plan.lines.shape
+    head_dim = q.shape[-1]
+    keys, values = cache.read(few_lines, q.dtype).view(2, 1, num_lists, width, head_dim).unbind()
+    bias = None if plan.bias is None else plan.bias.to(q.dtype)
+    grouped = q.reshape(1, num_lists, -1, head_dim)
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale).view(q.shape)
 
 
 def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) -> Tensor:
@@ -158,12 +177,6 @@ def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) 
     head_dim = q.shape[-1]
     _, num_lists, width = plan.lines.shape
     grouped = q.reshape(num_lists, -1, head_dim)
-    plain = softcap is None and sinks is None and alibi is None
-    if plain and num_lists * width <= GATHER_LINES:
-        both = cache.read(plan.lines.view(-1), q.dtype).view(2, 1, num_lists, width, head_dim)
-        bias = None if plan.bias is None else plan.bias.to(q.dtype)
-        attended = F.scaled_dot_product_attention(grouped[None], both[0], both[1], attn_mask=bias, scale=scale)
-        return attended.reshape(q.shape)
     slopes = None if alibi is None else _per_list(alibi, grouped)
     sink_logits = None if sinks is None else _per_list(sinks, grouped)
     distances = plan.distances.repeat_interleave(num_lists // len(q), 0)[:, None] if alibi is not None else None

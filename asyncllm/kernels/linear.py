@@ -25,9 +25,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
     Raises ValueError if `out` has another shape or dtype, or gaps.
     """
+    if out is None:
+        return F.linear(x, weight, bias)
     check_out(x, weight.shape[0], out)
-    y = F.linear(x, weight, bias)
-    return y if out is None else out.copy_(y)
+    return out.copy_(F.linear(x, weight, bias))
 
 
 @op("linear.gated:linear_silu_mul")

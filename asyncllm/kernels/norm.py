@@ -19,19 +19,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The mean is taken in float32 whatever x's dtype; so is the product when weight is float32.
     """
+    return _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # torch's own rms_norm is nine calls on a CPU; one decode step of a small model spends a tenth of its time there.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-    if weight.dtype == x.dtype:
-        return (x * scale).to(x.dtype).mul_(weight)
-    return (x * scale).mul_(weight).to(x.dtype)
+    scaled = x * scale
+    if scaled.dtype == x.dtype:
+        return scaled.mul_(weight)
+    return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else scaled.mul_(weight).to(x.dtype)
 
 
 @op("norm:add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """residual + x, normalised, and that sum itself: the next residual. All [..., H]; neither input is changed."""
     residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    return _rms_norm(residual, weight, eps), residual
 
 
 @op("norm:layer_norm")

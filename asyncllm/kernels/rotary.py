@@ -81,13 +81,33 @@ def rope_fill_kv(
     interleaved: which features make a pair, as in `apply_rotary`. -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    if q_norm is not None and k_norm is not None:
-        q, k = turning[:, :num_heads], turning[:, num_heads:]
-        turning = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], 1)
-    rotated = apply_rotary(turning, rotation, interleaved=interleaved)
-    fill_kv_cache(torch.cat([rotated[:, num_heads:], values], 1), cache, plan)
-    return rotated[:, :num_heads]
+    if q_norm is None or k_norm is None:
+        heads = heads.clone()
+    else:
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        heads = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], 1)
+    return _turn_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads, interleaved=interleaved)
+
+
+def _turn_and_fill(
+    heads: Tensor,
+    rotation: Rotation,
+    cache: KVCache,
+    plan: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Turn the queries and keys among heads [T, H + 2K, D], in place, write keys and values to the cache, and return the
+    queries [T, H, D]."""
+    turning, size = heads[:, : num_heads + num_kv_heads], rotation.cos.shape[-1]
+    if interleaved or size < heads.shape[-1]:
+        turning.copy_(apply_rotary(turning, rotation, interleaved=interleaved))
+    else:
+        torch.addcmul(turning * rotation.cos, turning.roll(size // 2, -1), rotation.sin, out=turning)
+    fill_kv_cache(heads[:, num_heads:], cache, plan)
+    return heads[:, :num_heads]
 
 
 @op("linear.rotary:linear_rope_fill_kv")
@@ -106,5 +126,5 @@ def linear_rope_fill_kv(
 
     x [T, K], weight [(num_heads + 2 num_kv_heads) * head_dim, K]. -> q [T, num_heads, head_dim].
     """
-    qkv = F.linear(x, weight)
-    return rope_fill_kv(qkv, rotation, cache, plan, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    heads = F.linear(x, weight).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+    return _turn_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads)

@@ -106,6 +106,8 @@ class Attention(Layer):
         self.qk_norm = config.qk_norm
         self.slopes = tuple(config.alibi)
         self.alibi: Tensor | None = None
+        self.kind: Hashable = config.window
+        """What layers that share a step's plans have in common."""
 
     def place(self, device: torch.device) -> None:
         """Put what no checkpoint stores on `device`."""
@@ -123,17 +125,13 @@ class Attention(Layer):
         """What the layer keeps of its tokens."""
         return PagedKVSpec(self.num_kv_heads, self.head_dim, self.window)
 
-    @property
-    def kind(self) -> Hashable:
-        """What layers that share a step's plans have in common."""
-        return self.window
-
     def rounding(self, step: StepInputs) -> Rounding | None:
-        return self.qkv.rounding(step)
+        return self.qkv.rounding(step) if self.qkv.method.rounds else None
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
-        step = step.of_layer(self.layer)
+        if step.layer_groups:
+            step = step.of_layer(self.layer)
         cache = step.caches[self.layer]
         q = self._project(x, step, cache)
         if sampled is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,11 @@ class ChunkedAttention(Attention):
         """`chunk`: its length in tokens."""
         super().__init__(layer, hidden_size, config)
         self.chunk = chunk
+        self.kind = "chunk", chunk
 
     @property
     def cache_spec(self) -> CacheSpec:
         return ChunkedSpec(super().cache_spec, self.chunk)
-
-    @property
-    def kind(self) -> Hashable:
-        return "chunk", self.chunk
 
     def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
         lengths = step.kv_lens[:count]

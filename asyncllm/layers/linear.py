@@ -77,7 +77,7 @@ class Linear(Weighted):
         if self.adapters is not None and step.adapted:
             # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
             y = self.adapters.add(y, x, step)
-        return self.summed(y)
+        return y if self.group is None else self.summed(y)
 
 
 class MergedLinear(Linear):

@@ -279,6 +279,9 @@ class LinearMethod(ABC):
     to `load_part` in the layer's order, and where ranks divide it, as this one's `share`. Else it comes whole, and the
     method takes `own_rows` and `own_columns` of what it says."""
 
+    rounds: ClassVar[bool] = False
+    """Whether `rounding` may return anything."""
+
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """As `Weighted.parameter_dtypes`."""

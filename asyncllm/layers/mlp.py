@@ -34,7 +34,7 @@ class GatedMLP(Layer):
         self.activation: Activation = activation
 
     def rounding(self, step: StepInputs) -> Rounding | None:
-        return self.gate_up.rounding(step)
+        return self.gate_up.rounding(step) if self.gate_up.method.rounds else None
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
         gated: Tensor | RoundedRows | None = self.gate_up.gated(x, self.activation, step)

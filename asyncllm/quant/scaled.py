@@ -56,6 +56,7 @@ class Scaled(LinearMethod):
     invariant: bool = False
 
     name: ClassVar[str] = "fp8"
+    rounds: ClassVar[bool] = True
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:

@@ -68,5 +68,5 @@ class Steps:
         host_slots = np.array(slots, np.int64)
         drawn = tokens[: len(slots)].numpy(force=True)
         errors = self.sampler.errors(host_slots, flags[: len(slots)].numpy(force=True))
-        self.sampler.observe(host_slots, drawn)
+        self.sampler.observe(slots, drawn.tolist())
         return drawn.tolist(), {} if pending is None else pending.result(errors), errors

@@ -86,13 +86,13 @@ def run(group: ThreadGroup | None, wanted: list[dict[str, Any]] = WANTED) -> lis
             assert wanted is SHORT
             sampler.draw_from_lists(logits, *on_device, tokens, flags)
         else:
-            assert group is None or not sampler.take_largest(logits, slots, tokens, flags)
+            assert group is None or sampler.largest(logits, slots) is None
             logits = sampler.own_rows(logits)
             sampler.draw(logits, *on_device, tokens, flags)
             assert sampler.edit_and_redraw(logits, slots, positions, *on_device, tokens, flags) == (wanted is WANTED)
             logprobs = sampler.logprobs(logits, slots, tokens)
         errors = sampler.errors(slots[:real], flags[:real].numpy())
-        sampler.observe(slots[:real], tokens[:real].numpy())
+        sampler.observe(slots[:real].tolist(), tokens[:real].tolist())
         found = logprobs.result(errors) if logprobs else {}
         assert bool(found) == (wanted is WANTED)
         results.append((tokens.tolist(), flags.tolist(), found, errors))

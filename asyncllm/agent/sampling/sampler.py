@@ -94,17 +94,13 @@ class Sampler:
         assert self.ranks is not None, "without ranks there are no lists"
         self.ranks.draw(logits, self._settings, slots, positions, tokens, flags)
 
-    def take_largest(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor, flags: Tensor) -> bool:
-        """Draw as `draw` does, on a CPU, if all of `slots` take the largest logit of their row [R, V] and want no edits
-        or log-probabilities. Return False otherwise; then nothing has been drawn."""
+    def largest(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor | None:
+        """Return the tokens [R] int64 that `draw` draws, all with flag 0, if on a CPU all of `slots` take the largest
+        logit of their row [R, V] and want no edits or log-probabilities; else None."""
         if logits.is_cuda or self.ranks is not None or not self._params.plain[slots].all():
-            return False
-        maxima, largest = logits.max(dim=-1)
-        if not np.isfinite(maxima.float().numpy()).all():
-            return False
-        tokens.copy_(largest)
-        flags.zero_()
-        return True
+            return None
+        maxima, tokens = logits.max(dim=-1)
+        return tokens if np.isfinite(maxima.float().numpy()).all() else None
 
     def edit_and_redraw(
         self,
@@ -146,14 +142,11 @@ class Sampler:
         `observe`."""
         return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
 
-    def observe(
-        self, slots: NDArray[np.int64], tokens: NDArray[np.int64], least_forced: int = 0
-    ) -> dict[int, list[int]]:
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int = 0) -> dict[int, list[int]]:
         """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order. Return those
         that have to follow (`StepOutput.forced`), where they are `least_forced` or more; 0: none."""
-        listed, drawn = slots.tolist(), tokens.tolist()
-        self._history.observe(listed, drawn)
-        return self._params.observe(listed, drawn, least_forced)
+        self._history.observe(slots, tokens)
+        return self._params.observe(slots, tokens, least_forced)
 
     def follow(self, rows: Sequence[PrefillRow]) -> None:
         """Move slots on by the forced tokens of a step's `rows`. All earlier steps have been observed."""

@@ -90,6 +90,7 @@ class SlotTables:
         # One entry more than a row can own: kernels read one page ahead.
         self._width = self._slots.max_blocks + 1
         self.block_tables = torch.zeros(num_groups, num_slots, self._width, dtype=torch.int32, device=device)
+        self._group_tables = list(self.block_tables)
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
@@ -194,11 +195,9 @@ class SlotTables:
         (slots, lens, *indices), (entries, ids) = uploaded[len(shared) : -2], uploaded[-2:]
         self._apply(entries, ids)
         if size is None:
-            input_ids = self.last_tokens.new_empty(placed.num_tokens)
-            block_tables = self.block_tables.new_empty(self._num_groups, len(placed.row_slots), self._width)
-            self._gather(uploaded, placed, input_ids, block_tables)
+            input_ids, block_tables = self._gathered(uploaded, placed)
         else:
-            input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
+            input_ids, block_tables = self._mixed_room(size)
         inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
         if size is None:
             inputs.prompts = arrays.prompts
@@ -244,8 +243,8 @@ class SlotTables:
         """
         placed = self._empty(size)
         shared = views(_laid_out(placed), self._mixed_bytes)
-        input_ids, block_tables = self._mixed_tokens[: size.tokens], self._mixed_tables[:, : size.rows]
-        self._gather(shared, placed, input_ids, block_tables)
+        input_ids, block_tables = self._mixed_room(size)
+        self._gathered(shared, placed, input_ids, block_tables)
         return self._inputs_of(shared, placed, input_ids, block_tables, adapted=adapted)
 
     def _inputs_of(
@@ -253,12 +252,11 @@ class SlotTables:
         shared: Sequence[Tensor],
         arrays: StepArrays,
         input_ids: Tensor,
-        block_tables: Tensor,
+        block_tables: Sequence[Tensor],
         *,
         adapted: bool,
     ) -> StepInputs:
-        """Return the inputs of a step, whose tensors on the device are those of `_laid_out`. `_gather` fills the last
-        two arguments."""
+        """Return the inputs of a step, whose tensors on the device are those of `_laid_out` and `_gathered`."""
         _, q_offsets, *values = shared
         columns = dict(zip(arrays.columns, values, strict=False))
         groups = [GroupTables(columns[places_of(group)], tables) for group, tables in enumerate(block_tables)]
@@ -279,17 +277,30 @@ class SlotTables:
             batch_invariant=self._batch_invariant,
         )
 
-    def _gather(self, shared: Sequence[Tensor], arrays: StepArrays, input_ids: Tensor, block_tables: Tensor) -> None:
-        """Fill `input_ids` and `block_tables` from the state of the slots, for a step on the device as `_laid_out`."""
+    def _mixed_room(self, size: MixedSize) -> tuple[Tensor, list[Tensor]]:
+        """Return where captured steps of a size gather their input ids, and their block tables by group."""
+        return self._mixed_tokens[: size.tokens], [tables[: size.rows] for tables in self._mixed_tables]
+
+    def _gathered(
+        self,
+        shared: Sequence[Tensor],
+        arrays: StepArrays,
+        input_ids: Tensor | None = None,
+        block_tables: Sequence[Tensor | None] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return a step's input ids, and its block tables by group, from the state of the slots, in the tensors that are
+        given, if any. The step is on the device as `_laid_out`."""
         row_slots, _, *values = shared
-        for own, tables in zip(block_tables, self.block_tables, strict=True):
-            torch.index_select(tables, 0, row_slots, out=own)
+        rooms = block_tables or [None] * self._num_groups
+        own = [
+            torch.index_select(tables, 0, row_slots, out=room)
+            for tables, room in zip(self._group_tables, rooms, strict=True)
+        ]
         if arrays.offsets is None:
-            torch.index_select(self.last_tokens, 0, row_slots, out=input_ids)
-            return
+            return torch.index_select(self.last_tokens, 0, row_slots, out=input_ids), own
         ids = values[list(arrays.columns).index(INPUT_IDS)]
         latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
-        torch.where(ids < 0, latest, ids, out=input_ids)
+        return torch.where(ids < 0, latest, ids, out=input_ids), own
 
     def _sampled_rows(
         self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor, adapted: bool
