@@ -464,17 +464,18 @@ class ModelAgent:
             return results
         largest = self.sampler.largest(logits, rows.slots)
         if largest is not None:
-            tokens, flags = largest, torch.zeros(count, dtype=torch.int32, device=self._device)
+            self._tables.last_tokens.index_copy_(0, upload(rows.slots, self._device), largest)
+            results[0], results[1] = largest, 0
+            return results
+        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+        flags = torch.empty(count, dtype=torch.int32, device=self._device)
+        if self.sampler.takes_lists(rows.slots):
+            self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
         else:
-            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-            flags = torch.empty(count, dtype=torch.int32, device=self._device)
-            if self.sampler.takes_lists(rows.slots):
-                self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
-            else:
-                own = self.sampler.own_rows(logits)
-                self.sampler.draw(own, step.slots, step.positions, tokens, flags)
-                self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
-                pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
+            own = self.sampler.own_rows(logits)
+            self.sampler.draw(own, step.slots, step.positions, tokens, flags)
+            self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
+            pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
         kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
         return results
 

@@ -42,7 +42,7 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) * up. x [..., 2I], gate first -> [..., I]. SwiGLU of Shazeer, 2020."""
     gate, up = x.chunk(2, -1)
-    return silu(gate).mul_(up)
+    return alike(F.silu, gate).mul_(up)
 
 
 @op("activation:gelu_tanh_mul")

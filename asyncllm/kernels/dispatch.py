@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = ["op"]
@@ -21,11 +22,16 @@ def op(launcher: str) -> Callable[[_Op[_Rest, _Result]], _Op[_Rest, _Result]]:
 
     `launcher` names its Triton counterpart "module:function" below `asyncllm.kernels.triton`, of the same signature,
     imported when the op first meets a CUDA tensor. The first argument decides. The body stays reachable as `reference`.
+    A torch that has no CUDA tensors needs no decision: there the op is its body, as a decode step of a small model makes
+    a hundred of these calls.
     """
     module, _, name = launcher.partition(":")
 
     def decorate(reference: _Op[_Rest, _Result]) -> _Op[_Rest, _Result]:
         launch: _Op[_Rest, _Result] | None = None
+        if not torch._C._has_cuda:
+            reference.reference = reference  # type: ignore[attr-defined]
+            return reference
 
         @functools.wraps(reference)
         def dispatch(first: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.activation import silu
+from asyncllm.kernels.activation import alike
 from asyncllm.kernels.dispatch import op
 
 __all__ = [
@@ -38,7 +38,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     x [..., K], weight [2 * N, K] (the N rows of the gate first), both of one dtype -> [..., N].
     """
     gate, up = F.linear(x, weight).chunk(2, -1)
-    return silu(gate).mul_(up)
+    return alike(F.silu, gate).mul_(up)
 
 
 @op("linear.product:linear_invariant")

@@ -84,7 +84,7 @@ def rope_fill_kv(
     if q_norm is None or k_norm is None:
         heads = heads.clone()
     else:
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
         heads = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], 1)
     return _turn_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads, interleaved=interleaved)
 

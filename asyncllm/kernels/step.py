@@ -82,8 +82,10 @@ def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Ten
     tokens [R] int64, flags [R] int32, slots [R] int32 (-1: a padding row, of which nothing is kept); writes
     last_tokens [S] int64 at the slots, and results [2, R] int32: tokens, flags.
     """
-    torch.stack([tokens.int(), flags], out=results)
-    if len(slots) and slots.amin() < 0:
-        used = slots >= 0
-        slots, tokens = slots[used], tokens[used]
-    last_tokens.index_copy_(0, slots.long(), tokens)
+    used = slots >= 0
+    if used.all():
+        last_tokens.index_copy_(0, slots.long(), tokens)
+    else:
+        last_tokens[slots[used].long()] = tokens[used]
+    results[0] = tokens
+    results[1] = flags

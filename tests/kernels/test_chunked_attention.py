@@ -42,10 +42,10 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     return launchers
 
 
-def layer() -> ChunkedAttention:
+def layer(chunk: int = CHUNK) -> ChunkedAttention:
     with torch.device("meta"):
         config = AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-        return ChunkedAttention(0, 32, config, chunk=CHUNK)
+        return ChunkedAttention(0, 32, config, chunk=chunk)
 
 
 def step_of(pages: Pages, counts: list[int], num_decode: int = 0, **options: Any) -> StepInputs:
@@ -112,8 +112,7 @@ def test_a_prompt_that_spans_chunks(ops: Any, invariant: bool) -> None:
 def test_layers_share_plans_by_the_length_of_their_chunks() -> None:
     pages = Pages([100], BLOCK, KV_HEADS, head_dim=HEAD_DIM)
     step = step_of(pages, [1], 1)
-    first, second, other = layer(), layer(), layer()
-    other.chunk = 32
+    first, second, other = layer(), layer(), layer(32)
     assert first._plans(step, pages.cache)[0] is second._plans(step, pages.cache)[0]
     assert first._plans(step, pages.cache)[0] is not other._plans(step, pages.cache)[0]
 

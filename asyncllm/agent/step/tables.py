@@ -53,8 +53,11 @@ class StepTensors:
     sampled: SampledRows | None
     """The tokens whose hidden states are needed: the R tokens that are sampled from, then L that are pooled alone. None
     if they are all tokens, in order. There is at least one; if none is needed, its result is not read."""
-    prefill_offsets: Tensor
-    """[P + 1] int32: offsets of the tokens of the prefill rows; rows of padding may follow."""
+
+    @property
+    def prefill_offsets(self) -> Tensor:
+        """[P + 1] int32: offsets of the tokens of the prefill rows; rows of padding may follow."""
+        return self.inputs.q_offsets[self.inputs.num_decode :]
 
 
 class SlotTables:
@@ -186,14 +189,15 @@ class SlotTables:
         arrays = self._slots.advance(batch)
         rows = arrays.rows
         wanted = self._wanted(arrays)
-        own = [*wanted, *self._take_updates()]
+        own = [*wanted, *(self._take_updates() if self._updates else ())]
         size = self._size_for(arrays, own) if captured else None
         placed = arrays if size is None else padded(arrays, size)
         into = None if size is None else self._mixed_bytes
         shared = _laid_out(placed)
         uploaded = upload_together([*shared, *own], self._device, into)
-        (slots, lens, *indices), (entries, ids) = uploaded[len(shared) : -2], uploaded[-2:]
-        self._apply(entries, ids)
+        on_device = uploaded[len(shared) :]
+        if len(own) > len(wanted):
+            self._apply(*on_device[len(wanted) :])
         if size is None:
             input_ids, block_tables = self._gathered(uploaded, placed)
         else:
@@ -201,22 +205,18 @@ class SlotTables:
         inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
         if size is None:
             inputs.prompts = arrays.prompts
-        return StepTensors(
-            arrays=arrays,
-            size=size,
-            inputs=inputs,
-            slots=slots[: len(rows.slots)],
-            positions=lens[: len(rows.slots)],
-            sampled=self._sampled_rows(slots, lens, *indices, adapted=arrays.adapted) if indices else None,
-            prefill_offsets=inputs.q_offsets[inputs.num_decode :],
-        )
+        if not wanted:
+            return StepTensors(arrays, size, inputs, uploaded[0], inputs.kv_lens, sampled=None)
+        slots, lens = on_device[:2]
+        sampled = self._sampled_rows(*on_device[: len(wanted)], adapted=arrays.adapted)
+        return StepTensors(arrays, size, inputs, slots[: len(rows.slots)], lens[: len(rows.slots)], sampled)
 
     def _wanted(self, arrays: StepArrays) -> list[NDArray[Any]]:
-        """Return for the tokens whose hidden states are needed: slots, lengths of their rows and, unless they are all
-        tokens, indices among the tokens and the values of the model's columns."""
+        """Return for the tokens whose hidden states are needed: slots, lengths of their rows, indices among the tokens
+        and the values of the model's columns. None of these if they are all tokens, as those of the step say it."""
         rows, kv_lens = arrays.rows, arrays.columns[KV_LENS]
         if rows.indices is None:
-            return [arrays.row_slots.astype(np.int32), kv_lens]
+            return []
         # A step that samples nothing takes its first token instead.
         numbers, indices = (values if len(values) else np.zeros(1, np.int64) for values in (rows.numbers, rows.indices))
         more = (arrays.columns[column][indices if column.per == "token" else numbers] for column in self._columns)
@@ -354,5 +354,8 @@ _NO_ENTRIES, _NO_BLOCKS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 def _laid_out(arrays: StepArrays) -> list[NDArray[Any]]:
     """Return the arrays of a step to upload, in this order: slots of its rows, offsets of their tokens, its columns."""
-    ends = np.arange(len(arrays.row_slots) + 1) if arrays.offsets is None else arrays.offsets
-    return [arrays.row_slots.astype(np.int32), ends.astype(np.int32), *arrays.columns.values()]
+    if arrays.offsets is None:
+        ends = np.arange(len(arrays.row_slots) + 1, dtype=np.int32)
+    else:
+        ends = arrays.offsets.astype(np.int32)
+    return [arrays.row_slots.astype(np.int32), ends, *arrays.columns.values()]
