@@ -22,8 +22,8 @@ def op(launcher: str) -> Callable[[_Op[_Rest, _Result]], _Op[_Rest, _Result]]:
 
     `launcher` names its Triton counterpart "module:function" below `asyncllm.kernels.triton`, of the same signature,
     imported when the op first meets a CUDA tensor. The first argument decides. The body stays reachable as `reference`.
-    A torch that has no CUDA tensors needs no decision: there the op is its body, as a decode step of a small model makes
-    a hundred of these calls.
+    Where torch has no CUDA tensors nothing is to be decided, and the op is its body: a decode step of a small model
+    makes a hundred of these calls.
     """
     module, _, name = launcher.partition(":")
 

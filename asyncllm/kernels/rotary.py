@@ -99,8 +99,8 @@ def _turn_and_fill(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Turn the queries and keys among heads [T, H + 2K, D], in place, write keys and values to the cache, and return the
-    queries [T, H, D]."""
+    """Turn the queries and keys among heads [T, H + 2K, D], in place, write keys and values to the cache, and return
+    the queries [T, H, D]."""
     turning, size = heads[:, : num_heads + num_kv_heads], rotation.cos.shape[-1]
     if interleaved or size < heads.shape[-1]:
         turning.copy_(apply_rotary(turning, rotation, interleaved=interleaved))

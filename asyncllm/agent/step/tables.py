@@ -288,8 +288,8 @@ class SlotTables:
         input_ids: Tensor | None = None,
         block_tables: Sequence[Tensor | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return a step's input ids, and its block tables by group, from the state of the slots, in the tensors that are
-        given, if any. The step is on the device as `_laid_out`."""
+        """Return a step's input ids, and its block tables by group, from the state of the slots, in the tensors given
+        if there are any. The step is on the device as `_laid_out`."""
         row_slots, _, *values = shared
         rooms = block_tables or [None] * self._num_groups
         own = [
