@@ -61,6 +61,8 @@ class _DecodeLines(NamedTuple):
     """[2, B * K, width] int64: for each row and KV head the lines (`KVCache.lines`) of its keys, and of its values."""
     few_lines: Tensor | None
     """The same, flat; None where they are too many to be gathered at once."""
+    bags: Tensor | None
+    """[B * K, G, width] int64: the lines of values, for each query head of a KV head; None with `few_lines`."""
     bias: Tensor | None
     """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
     distances: Tensor
@@ -121,9 +123,11 @@ def plan_decode_attention(
     if shortest < width:
         bias = torch.where(positions < kv_lens[:, None], 0.0, float("-inf")).repeat_interleave(num_kv_heads, 0)[:, None]
     padding = kv_lens == 0 if shortest == 0 else None
+    lines = lines.view(2, -1, width)
     few_lines = lines.view(-1) if lines[0].numel() <= GATHER_LINES else None
+    bags = None if few_lines is not None else lines[1][:, None].repeat(1, num_heads // num_kv_heads, 1)
     distances = positions - (kv_lens - 1)[:, None]
-    return _DecodeLines(len(kv_lens), lines.view(2, -1, width), few_lines, bias, distances, padding)
+    return _DecodeLines(len(kv_lens), lines, few_lines, bags, bias, distances, padding)
 
 
 @op("attention.decode:paged_decode_attention")
@@ -181,11 +185,11 @@ def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) 
     sink_logits = None if sinks is None else _per_list(sinks, grouped)
     distances = plan.distances.repeat_interleave(num_lists // len(q), 0)[:, None] if alibi is not None else None
     tile = max(1, DECODE_TILE // (width * head_dim))
+    bags = plan.lines[1][:, None].expand(-1, grouped.shape[1], -1) if plan.bags is None else plan.bags
     outputs = []
     for first in range(0, num_lists, tile):
         lists = slice(first, first + tile)
-        key_lines, value_lines = plan.lines[:, lists]
-        k = cache.read(key_lines.reshape(-1), q.dtype).view(-1, width, head_dim).transpose(1, 2)
+        k = cache.read(plan.lines[0, lists].view(-1), q.dtype).view(-1, width, head_dim).transpose(1, 2)
         bias = None if plan.bias is None else plan.bias[lists].to(q.dtype)
         if softcap is not None:
             scores = torch.bmm(grouped[lists], k).mul_(scale / softcap).tanh_().mul_(softcap)
@@ -197,7 +201,7 @@ def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) 
         if slopes is not None and distances is not None:
             scores = scores + slopes[lists] * distances[lists]
         weights = _softmax(scores, None if sink_logits is None else sink_logits[lists]).to(q.dtype)
-        outputs.append(cache.weigh(value_lines, weights))
+        outputs.append(cache.weigh(bags[lists], weights))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.view(q.shape)
 

@@ -56,10 +56,10 @@ class PagedKV(NamedTuple):
         return self.k.flatten(0, 1).index_select(0, pages), self.v.flatten(0, 1).index_select(0, pages)
 
     def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
-        """Sums of lines [L, S] by weights [L, G, S] -> [L * G, head_dim]."""
+        """Sums of lines [L, G, S], which are the same for all G, by weights [L, G, S] -> [L * G, head_dim]."""
         # A bag is a weighted sum of lines: it reads them in place, where a matmul needs them gathered first.
-        width = lines.shape[1]
-        bags = lines[:, None].expand(-1, weights.shape[1], -1).reshape(-1, width)
+        width = lines.shape[2]
+        bags = lines.reshape(-1, width)
         return F.embedding_bag(bags, self.lines, mode="sum", per_sample_weights=weights.view(-1, width))
 
 

@@ -160,9 +160,10 @@ class QuantizedKV(NamedTuple):
         return keys.to(dtype), dequantize_lines(form.value_codes(v), v_ranges, form.values).to(dtype)
 
     def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
-        """Sums of lines of values [L, S] by weights [L, G, S] -> [L * G, D]."""
-        values = self._numbers(lines.reshape(-1), weights.dtype, values=True)
-        return torch.bmm(weights, values.view(*lines.shape, -1)).flatten(0, 1)
+        """Sums of lines of values [L, G, S], which are the same for all G, by weights [L, G, S] -> [L * G, D]."""
+        shared = lines[:, 0]
+        values = self._numbers(shared.reshape(-1), weights.dtype, values=True)
+        return torch.bmm(weights, values.view(*shared.shape, -1)).flatten(0, 1)
 
     def _numbers(self, lines: Tensor, dtype: torch.dtype, *, values: bool) -> Tensor:
         form = self.format
