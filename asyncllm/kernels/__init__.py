@@ -25,6 +25,7 @@ from asyncllm.kernels.linear import (
     linear,
     linear_by_head,
     linear_by_head_invariant,
+    linear_exact,
     linear_invariant,
     linear_silu_mul,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "linear",
     "linear_by_head",
     "linear_by_head_invariant",
+    "linear_exact",
     "linear_invariant",
     "linear_packed",
     "linear_packed_silu_mul",

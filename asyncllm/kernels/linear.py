@@ -14,6 +14,7 @@ __all__ = [
     "linear",
     "linear_by_head",
     "linear_by_head_invariant",
+    "linear_exact",
     "linear_invariant",
     "linear_silu_mul",
 ]
@@ -57,6 +58,13 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
         y += bias.float()
     y = y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
     return y if out is None else out.copy_(y)
+
+
+@op("linear.exact:linear_exact")
+def linear_exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias with the precision of float32, whatever the type of x. x [..., K], weight [N, K] and bias [N]
+    float32 -> [..., N] float32."""
+    return F.linear(x.float(), weight, bias)
 
 
 @op("linear.by_head:linear_by_head")

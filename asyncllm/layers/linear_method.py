@@ -333,6 +333,10 @@ class LinearMethod(ABC):
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [..., in] -> x weight^T + bias [..., out], in `out` if given."""
 
+    def product_exact(self, layer: Weighted, x: Tensor) -> Tensor:
+        """Return `product` with a weight and bias of float32 as float32, whatever the type of x."""
+        return self.product(layer, x.float())
+
     def rounding(self, layer: Weighted) -> Rounding | None:
         """Return how the layer's input is rounded before the product, so that the op that makes it may do so; None
         where the input is taken as it is. With one there is `product_rounded`."""
@@ -437,6 +441,9 @@ class Unquantized(LinearMethod):
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return self._linear(x, layer.weight, layer.bias, out=out)
 
+    def product_exact(self, layer: Weighted, x: Tensor) -> Tensor:
+        return kernels.linear_exact(x, layer.weight, layer.bias)
+
     def product_of_rows(self, layer: Weighted, x: Tensor, rows: slice, *, out: Tensor | None = None) -> Tensor:
         weight, bias = layer.weight[rows], None if layer.bias is None else layer.bias[rows]
         if rows.stop <= layer.out_features:
@@ -512,7 +519,8 @@ class BatchInvariant(Unquantized):
     _linear = staticmethod(kernels.linear_invariant)
     _linear_by_head = staticmethod(kernels.linear_by_head_invariant)
     _fused_experts = staticmethod(kernels.fused_experts_invariant)
-    # The fused ops take their sums in another order.
+    # These ops take their sums in another order.
+    product_exact = LinearMethod.product_exact
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv
 

@@ -18,12 +18,14 @@ __all__ = ["Correction", "ExactRouter", "MoE"]
 
 
 class ExactRouter(Linear):
-    """A router whose weight and logits are float32, whatever the model's type: rounded logits choose other experts."""
+    """A router whose weight and logits are float32, whatever the model's type: rounded logits choose other experts.
+    Adapters and images change none."""
 
     parameter_dtype = torch.float32
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
-        return super().forward(x.float() if isinstance(x, Tensor) else x, step)
+        assert isinstance(x, Tensor), "routers are not quantized"
+        return self.method.product_exact(self, x)
 
 
 class Correction(Owner):

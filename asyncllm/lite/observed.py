@@ -74,6 +74,7 @@ class Observed(Unquantized):
     """The plain product, which shows its input to `observe`: the layer, the expert if there are several, the rows."""
 
     # What is one op with the product would not show it.
+    product_exact = LinearMethod.product_exact
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv
 

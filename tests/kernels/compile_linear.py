@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncllm.kernels.triton.linear import exact as linear_exact
 from asyncllm.kernels.triton.linear import gated as linear_gated
 from asyncllm.kernels.triton.linear import invariant as linear_invariant
 from asyncllm.kernels.triton.linear import product as linear
@@ -66,6 +67,17 @@ def invariant_case(name: str, tile: linear_invariant.Tile, dtype: str = "*bf16")
     )
 
 
+def exact_case(n: int, k: int) -> Case:
+    config = linear_exact.CONFIG
+    constexprs = {
+        "N": n, "K": k, "BLOCK_M": linear_exact.TOKENS, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "SPLITS": config.splits, "HAS_BIAS": False, "USE_PDL": True,
+    }  # fmt: skip
+    names = ("weight_ptr", "bias_ptr", "out_ptr", "partial_ptr")
+    signature = {"x_ptr": "*bf16", **dict.fromkeys(names, "*fp32"), "counter_ptr": "*i32", "tokens": "i32"}
+    return Case(f"exact-{n}x{k}", linear_exact.exact_kernel, signature, constexprs, config.warps, options=_PDL)
+
+
 def _of_tables() -> Iterator[Case]:
     """Every entry of the tables, as it is for the most tokens it serves."""
     for table in linear.TABLES.values():
@@ -91,6 +103,7 @@ CASES = [
     *_of_tables(),
     *(invariant_case(str(tokens), tile) for tokens, tile in linear_invariant.TILES.items()),
     invariant_case("float32", linear_invariant.FLOAT32_TILE, "*fp32"),
+    *(exact_case(n, k) for n, k in ((64, 2048), (160, 5120))),
     gemv_case(4, GemvConfig(4, 1024)),
     skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),
