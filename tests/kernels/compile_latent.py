@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton.latent import expanded, fill, plan
+from asyncllm.kernels.triton.latent import expanded, fill, hopper, plan
 from asyncllm.kernels.triton.latent.decode import latent_decode_kernel
 from asyncllm.kernels.triton.latent.prefill import latent_prefill_kernel
 from asyncllm.kernels.triton.linear import by_head
@@ -129,6 +129,28 @@ def _gather(rank: int, rope: int) -> Case:
     return Case(f"gather-{rank}", expanded.gather_lines_kernel, names | integers, constexprs)
 
 
+def _hopper(heads: int) -> Case:
+    rank = 512
+    config = plan.HOPPER_CONFIG
+    shape = plan.LatentShape(heads, rank, 64, 64)
+    options = hopper.compile_options(shape, (heads * rank, rank, heads * 192, 192, heads * rank), config.heads)
+    num_warps, maxnreg = options.pop("num_warps"), options.pop("maxnreg")
+    maps = {
+        name: f"tensordesc<bf16[1, {config.tile}, {width}],{hopper.HOPPER_LINES!r}>"
+        for name, width in (("pages", rank), ("turned", 64))
+    }
+    integers = {"block_tables": "*i32", "work_ptr": "*i32", "table_stride": "i32"}
+    signature = maps | dict.fromkeys(("q_latent", "q_rope", "out"), "*bf16") | integers
+    return Case(
+        f"hopper-{heads}",
+        hopper.hopper_decode_kernel,
+        signature | {"partials": "*fp32", "steepness": "fp32"},
+        {**options, "USE_PDL": True},
+        num_warps,
+        options={"launch_pdl": True, "maxnreg": maxnreg},
+    )
+
+
 CASES = [
     *(
         attention_case(
@@ -154,6 +176,7 @@ CASES = [
         )
         for (rank, itemsize), config in plan.PREFILL_CONFIGS.items()
     ),
+    *(_hopper(heads) for heads in (5, 16, 128)),
     *(_fill(heads, 512, 64) for heads in (16, 128)),
     *(_expanded(itemsize, *sizes) for itemsize in (2, 4) for sizes in ((128, 64, 128), (64, 32, 64))),
     _gather(512, 64),

@@ -69,16 +69,27 @@ class Value:
         return Value(self.known[index], self.layout)
 
 
-def _operation(name: str) -> Callable[[Any, Any], Value]:
+def _operation(name: str, *, turned: bool = False) -> Callable[[Any, Any], Value]:
     def apply(self: Value, other: Any) -> Value:
-        return Value(getattr(operator, name)(self.known, _plain(other)), self.layout)
+        sides = (_plain(other), self.known) if turned else (self.known, _plain(other))
+        return Value(getattr(operator, name)(*sides), self.layout)
 
     return apply
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "and_", "or_"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lt", "ge", "eq", "and_", "or_"):
     setattr(Value, f"__{_name.rstrip('_')}__", _operation(_name))
-    setattr(Value, f"__r{_name.rstrip('_')}__", _operation(_name))
+    setattr(Value, f"__r{_name.rstrip('_')}__", _operation(_name, turned=True))
+
+
+class Number(int):
+    """An integer that was loaded."""
+
+    def to(self, dtype: Any) -> Number:
+        return self
+
+    def __add__(self, other: int) -> Number:
+        return Number(int(self) + other)
 
 
 class Pointer:
@@ -146,8 +157,10 @@ class Descriptor:
 
     def read(self, *place: int) -> Tensor:
         found = self.base.new_zeros(self.block)
-        part = self.base[tuple(slice(at, at + size) for at, size in zip(place, self.block, strict=True))]
-        found[tuple(slice(size) for size in part.shape)] = part
+        before = [max(-at, 0) for at in place]
+        sides = list(zip(place, before, self.block, strict=True))
+        part = self.base[tuple(slice(at + skip, max(at + size, 0)) for at, skip, size in sides)]
+        found[tuple(slice(skip, skip + size) for skip, size in zip(before, part.shape, strict=True))] = part
         return found
 
 
@@ -232,12 +245,12 @@ class _Tma:
             barrier.changed.notify_all()
 
 
-def _mma(a: Value, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
+def _mma(a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
     assert is_async
     result = Value(None, acc.layout)
 
     def multiply() -> None:
-        product = a.known.float() @ b.data.float()
+        product = (a.data if isinstance(a, Shared) else a.known).float() @ b.data.float()
         result.data = acc.known + product if use_acc else product
 
     _local.products.append(multiply)
@@ -318,6 +331,22 @@ class _Language:
         return Value(torch.arange(start, end), layout)
 
     @staticmethod
+    def exp2(value: Value) -> Value:
+        return Value(value.known.exp2(), value.layout)
+
+    @staticmethod
+    def max(value: Value, axis: int) -> Value:
+        return Value(value.known.amax(axis), value.layout)
+
+    @staticmethod
+    def sum(value: Value, axis: int) -> Value:
+        return Value(value.known.sum(axis), value.layout)
+
+    @staticmethod
+    def maximum(one: Value, other: Value) -> Value:
+        return Value(one.known.maximum(other.known), one.layout)
+
+    @staticmethod
     def full(shape: list[int], value: float, dtype: Any, layout: Any) -> Value:
         return Value(torch.full(shape, value, dtype=_TORCH[str(dtype)]), layout)
 
@@ -337,13 +366,17 @@ class _Language:
 
     @staticmethod
     def where(condition: Any, one: Any, other: Any) -> Any:
+        if isinstance(condition, Value):
+            return Value(torch.where(condition.known, _plain(one), _plain(other)))
         return one if condition else other
 
     inline_asm_elementwise = staticmethod(_assemble)
 
     @staticmethod
-    def load(pointer: Pointer, mask: Value | None = None, other: float = 0, cache_modifier: str = "") -> Value:
+    def load(pointer: Pointer, mask: Value | None = None, other: float = 0, cache_modifier: str = "") -> Value | Number:
         places = _plain(pointer.offset)
+        if isinstance(places, int):
+            return Number(pointer.memory[places])
         if mask is None:
             return Value(pointer.memory[places])
         places, inside = torch.broadcast_tensors(places, mask.known)
@@ -410,6 +443,8 @@ class _Namespaces:
             for name, value in vars(module).items():
                 if name in self._replaced:
                     namespace[name] = self._replaced[name]
+                elif isinstance(value, gl.constexpr):
+                    namespace[name] = value.value
                 elif type(value).__name__ == "GluonJITFunction":
                     namespace[name] = self.python(value)
         return types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)

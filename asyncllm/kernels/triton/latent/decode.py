@@ -1,8 +1,8 @@
 """Latent decode attention: one query per row, the lines of all rows shared out evenly over a fixed grid.
 
 A block has a tile of query heads, and reads each line of its keys once: what comes in for the product with the queries
-is, turned, the first operand of the product with the weights. Keys are the long side of both products, and heads are
-the narrow one, so that on Hopper both take the wide matrix instructions with their operands in shared memory.
+is, turned, the first operand of the product with the weights. Lines of 16 bits whose sizes it takes go to
+`latent.hopper` where there is one; this kernel has the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from asyncllm.kernels.latent import LatentKV
 from asyncllm.kernels.triton.attention.plan import ENTRY, ENTRY_PAGE, HEADER, key_tile
 from asyncllm.kernels.triton.attention.tile import FLOOR, LOG2_E, last_factor
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
-from asyncllm.kernels.triton.latent.plan import LatentDecodeConfig, LatentDecodeWork, LatentShape, constexprs
+from asyncllm.kernels.triton.latent.plan import (
+    HopperDecodeConfig,
+    LatentDecodeConfig,
+    LatentDecodeWork,
+    LatentShape,
+    constexprs,
+)
 from asyncllm.kernels.triton.launch import Configured
 from asyncllm.kernels.triton.page import page_entry, tile_start
 
@@ -208,6 +214,11 @@ def latent_decode_attention(
     """See `asyncllm.kernels.latent.latent_decode_attention`. `out` has any stride between tokens."""
     if out is None:
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    if isinstance(plan.config, HopperDecodeConfig):
+        from asyncllm.kernels.triton.latent.hopper import latent_decode_hopper
+
+        latent_decode_hopper(q_latent, q_rope, cache, plan, plan.config, scale=scale, out=out)
+        return out
     strides = (*q_latent.stride()[:2], *q_rope.stride()[:2], out.stride(0))
     tensors = (q_latent, q_rope, cache.pages, plan.block_tables, out, plan.work, plan.partials)
     _configured(plan.shape, strides, plan.config)((plan.grid, 1, 1), tensors, (scale * LOG2_E.value, plan.table_stride))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ from asyncllm.kernels.triton.attention.plan import divide_keys, key_tile, list_t
 
 __all__ = [
     "DECODE_CONFIGS",
+    "HOPPER_CONFIG",
     "PREFILL_CONFIGS",
+    "HopperDecodeConfig",
     "LatentDecodeConfig",
     "LatentDecodeWork",
     "LatentPrefillConfig",
@@ -21,6 +24,7 @@ __all__ = [
     "LatentShape",
     "constexprs",
     "decode_config",
+    "fits_hopper",
     "plan_latent_decode",
     "plan_latent_prefill",
     "prefill_config",
@@ -48,6 +52,25 @@ DECODE_CONFIGS: dict[tuple[int, int], LatentDecodeConfig] = {
 }
 """By padded rank (256 for less) and bytes per number. Not timed yet: chosen by what compiles for sm_90 without spilled
 registers and keeps the most bytes on the way."""
+
+
+class HopperDecodeConfig(NamedTuple):
+    """Of `latent.hopper`, as `LatentDecodeConfig`."""
+
+    heads: int
+    tile: int
+    blocks_per_processor: int
+    min_tiles: int
+
+
+HOPPER_CONFIG = HopperDecodeConfig(16, 64, 1, 5)
+"""For types of 16 bits, where a block of the cache is a multiple of a tile.
+
+Timed at 16 heads, rank 512, on an H200 (Triton 3.6), beside (512, 2) above: 1 row of 150 tokens 6.4 us instead of 15.1,
+16 of 300 9.9 instead of 18.4, 64 of 300 11.3 instead of 25.0, 256 of 300 29.8 instead of 33.2, 64 of 4,096 78.6 (3,842
+GB/s) instead of 98.6, 16 of 16,384 81.7 instead of 121.9. Those of 300 tokens are with parts of 6 tiles: a row is not
+divided then, as it is not with 5; with 3 they are 10.3, 12.7 and 29.8. 1 row of 1,000 takes 13.5 with 6, 11.7 with 4;
+256 rows of 150 take 28.2 with 8, where 19.7 is what all fewer give."""
 
 
 class LatentPrefillConfig(NamedTuple):
@@ -88,7 +111,7 @@ class LatentDecodeWork(NamedTuple):
     block_tables: Tensor
     table_stride: int
     shape: LatentShape
-    config: LatentDecodeConfig
+    config: LatentDecodeConfig | HopperDecodeConfig
     grid: int
 
 
@@ -108,9 +131,28 @@ class LatentPrefillTiles(NamedTuple):
     capacity: int
 
 
-def decode_config(cache: LatentKV, num_heads: int) -> LatentDecodeConfig:
+def decode_config(cache: LatentKV, num_heads: int) -> LatentDecodeConfig | HopperDecodeConfig:
+    if _is_hopper(cache.pages.device) and fits_hopper(cache):
+        return HOPPER_CONFIG
     config = DECODE_CONFIGS[max(256, triton.next_power_of_2(cache.rank)), cache.pages.element_size()]
     return config._replace(heads=min(config.heads, max(8, triton.next_power_of_2(num_heads))))
+
+
+def fits_hopper(cache: LatentKV) -> bool:
+    """Return whether `latent.hopper` takes such a cache."""
+    _, block_size, width = cache.pages.shape
+    return (
+        cache.pages.element_size() == 2
+        and cache.rank == 512
+        and width - cache.rank == 64
+        and block_size % HOPPER_CONFIG.tile == 0
+        and cache.pages.data_ptr() % 16 == 0
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def prefill_config(cache: LatentKV) -> LatentPrefillConfig:
