@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
+from asyncllm.text.checkpoint_files import classes_of, read_json_object
 
-__all__ = ["BUNDLED", "GGUF_ADVICE", "locate", "locate_adapter"]
+__all__ = ["BUNDLED", "GGUF_ADVICE", "locate", "locate_adapter", "own_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
 """Models inside the package, under `asyncllm/assets`."""
@@ -22,6 +25,9 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 # another naming (consolidated.safetensors, original/, onnx/).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.jinja", "*.txt")
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
+
+_ADAPTER_FOLDERS: Mapping[str, str] = dict.fromkeys(("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "vision-lora")
+"""Class -> the folder beside its weights that has the adapter of prompts with images, `NAME-lora`."""
 
 MODELSCOPE_VARIABLE = "LMDEPLOY_USE_MODELSCOPE"
 """LMDeploy's environment variable; "True" takes hub ids from ModelScope in place of Hugging Face."""
@@ -53,8 +59,9 @@ def locate(
     Raises:
         InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not from the hub, or
             the environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
-        ModelNotFound: nothing goes by this name, or the hub cannot be reached and has no copy here.
-        InvalidCheckpoint: the folder has no config.json.
+        ModelNotFound: nothing goes by this name, the hub cannot be reached and has no copy here, or the model changed
+            while it was downloaded.
+        InvalidCheckpoint: the folder has no config.json, or a hub's is no JSON object.
     """
     name = os.fspath(model)
     if not isinstance(name, str) or not name.strip() or "\0" in name:
@@ -87,7 +94,11 @@ def locate(
             f"and is neither. It was not looked up on the hub, because it is a path or not of the form 'owner/name'. "
             f"Check the spelling, or download the model first."
         )
-    return _checked(_download(name, revision, download_dir))
+    folder = _checked(_download(name, revision, download_dir))
+    beside = _adapter_folder(read_json_object(folder / "config.json"))
+    if beside is not None and _download(name, revision, download_dir, inside=f"{beside}/") != folder:
+        raise ModelNotFound(f"{name!r} changed on the hub while it was downloaded. Try again, or give a revision.")
+    return folder
 
 
 def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path | None = None) -> Path:
@@ -116,6 +127,19 @@ def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path 
     return _checked(_download(name, None, download_dir), "adapter_config.json")
 
 
+def own_adapter(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, str]:
+    """Return name and folder of the adapter that images are read with, if the model's family has one and its folder
+    brings it. `overrides` replaces entries of config.json. Raises InvalidCheckpoint."""
+    beside = _adapter_folder({**read_json_object(folder / "config.json"), **(overrides or {})})
+    if beside is None or not (folder / beside).is_dir():
+        return {}
+    return {beside.removesuffix("-lora"): str(folder / beside)}
+
+
+def _adapter_folder(fields: Mapping[str, Any]) -> str | None:
+    return _ADAPTER_FOLDERS.get(next(iter(classes_of(fields)), ""))
+
+
 def _refuse_revision(name: str, revision: str | None, why: str) -> None:
     if revision is not None:
         raise InvalidParameter(
@@ -130,16 +154,23 @@ def _checked(folder: Path, config: str = "config.json") -> Path:
     return folder
 
 
-def _download(name: str, revision: str | None, download_dir: str | Path | None) -> Path:
-    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS`. Raises ModelNotFound."""
+def _download(name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "") -> Path:
+    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS` at its top, or in the folder
+    `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
-    path = download(where, name, revision, download_dir)
+    path = download(where, name, revision, download_dir, inside)
     logger.info("%s is %s", name, path)
     return Path(path)
 
 
-def _from_hugging_face(where: str, name: str, revision: str | None, download_dir: str | Path | None) -> str:
+def _from_hugging_face(
+    where: str,
+    name: str,
+    revision: str | None,
+    download_dir: str | Path | None,
+    inside: str,
+) -> str:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -152,8 +183,8 @@ def _from_hugging_face(where: str, name: str, revision: str | None, download_dir
             name,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=list(ALLOW_PATTERNS),
-            ignore_patterns=list(IGNORE_PATTERNS),
+            allow_patterns=[f"{inside}{pattern}" for pattern in ALLOW_PATTERNS],
+            ignore_patterns=[f"{inside}{pattern}" for pattern in IGNORE_PATTERNS],
         )
     except Exception as error:
         # The hub client leaks the exceptions of its HTTP library, which differs between its versions.
@@ -180,7 +211,13 @@ def _uses_modelscope() -> bool:
     return value.lower() == "true"
 
 
-def _from_modelscope(where: str, name: str, revision: str | None, download_dir: str | Path | None) -> str:
+def _from_modelscope(
+    where: str,
+    name: str,
+    revision: str | None,
+    download_dir: str | Path | None,
+    inside: str,
+) -> str:
     try:
         from modelscope import snapshot_download
     except ImportError as error:
@@ -195,8 +232,8 @@ def _from_modelscope(where: str, name: str, revision: str | None, download_dir: 
             revision=revision,
             cache_dir=None if download_dir is None else str(download_dir),
             local_files_only=local,
-            allow_patterns=list(ALLOW_PATTERNS),
-            ignore_patterns=list(IGNORE_PATTERNS),
+            allow_patterns=[f"{inside}{pattern}" for pattern in ALLOW_PATTERNS],
+            ignore_patterns=[f"{inside}{pattern}" for pattern in IGNORE_PATTERNS],
         )
         return path
 

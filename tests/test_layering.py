@@ -21,7 +21,8 @@ PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
     {"errors", "config", "types", "prompt_image", "protocol", "event_loop", "shown"},
-    {"kernels", "text", "locate"},
+    {"kernels", "text"},
+    {"locate"},
     {"distributed"},
     {"layers"},
     {"quant"},
@@ -45,7 +46,7 @@ ENGINE_OPENS_LAZILY = {
 }
 """What the engine imports of the levels with torch, inside a function only."""
 
-FACES = set[str]().union(*LEVELS[10:])
+FACES = set[str]().union(*LEVELS[11:])
 """Parts that see the package's public names and, apart from `testing`, no more of the engine."""
 
 INSTANCE_FIELDS = {"chat_template_config", "config", "model_name", "model_path"}

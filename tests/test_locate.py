@@ -230,6 +230,44 @@ def test_modelscope_in_place_of_the_hub(
     assert len(modelscope.calls) == 2
 
 
+@pytest.mark.parametrize("name", ["Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"])
+def test_a_model_with_an_adapter_of_its_own_comes_with_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
+    """And with no other folder of the repository; a text model comes in one call, with none."""
+    top = ["config.json", "model-1.safetensors", "README.md", "consolidated.safetensors"]
+    adapter = ["vision-lora/adapter_config.json", "vision-lora/adapter_model.safetensors"]
+    others = ["speech-lora/adapter_config.json", "vision-lora/old/adapter_config.json", "x/vision-lora/config.json"]
+    had = set[str]()
+
+    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        files = utils.filter_repo_objects(
+            [*top, *adapter, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        had.update(files)
+        return str(hub.folder)
+
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    utils = pytest.importorskip("huggingface_hub.utils")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert locate("owner/name") == hub.folder
+    assert had == set(top[:2])
+    (tmp_path / "hub" / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    assert locate("owner/name") == hub.folder
+    assert had == {*top[:2], *adapter}
+
+
+def test_a_model_that_changes_between_two_downloads_is_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
+    (tmp_path / "hub" / "config.json").write_text('{"architectures": ["Phi4MMForCausalLM"]}')
+    folders = iter([tmp_path / "hub", tmp_path / "later"])
+    monkeypatch.setattr(hub, "snapshot_download", lambda repo_id, **_: str(next(folders)))
+    with pytest.raises(ModelNotFound, match="Try again, or give a revision"):
+        locate("owner/name")
+
+
 def test_modelscope_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modelscope: FakeHub) -> None:
     def offline(repo_id: str, *, local_files_only: bool, **_: Any) -> str:
         if not local_files_only or repo_id != "owner/cached":

@@ -52,9 +52,8 @@ class ModelFiles:
 
         def open_model() -> Executor:
             from asyncllm.agent.executor import open_executor
-            from asyncllm.locate import locate, locate_adapter
+            from asyncllm.locate import locate, locate_adapter, own_adapter
             from asyncllm.ranks.executor import RankExecutor
-            from asyncllm.vl.processor import own_adapter
 
             config = self.config
             self._folder = locate(self.model_path, revision=config.revision, download_dir=config.download_dir)

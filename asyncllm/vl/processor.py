@@ -28,9 +28,9 @@ from asyncllm.vl.processing.qwen import DynamicProcessor, FlatProcessor, FramesP
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
-from asyncllm.vl.published import ADAPTED, ALSO_TEXT, PUBLISHED, UNSAID
+from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
-__all__ = ["open_images", "open_processor", "own_adapter"]
+__all__ = ["open_images", "open_processor"]
 
 _Fields = Mapping[str, Any]
 
@@ -72,15 +72,6 @@ def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> Pre
     """Return `open_processor` with a cache of prepared images."""
     processor = open_processor(folder, overrides)
     return None if processor is None else PreparedImages(processor)
-
-
-def own_adapter(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, str]:
-    """Return name and folder of the adapter that images are read with, if the model's family has one and its folder
-    brings it. Raises InvalidCheckpoint."""
-    fields = {**read_json_object(folder / "config.json"), **(overrides or {})}
-    name = ADAPTED.get(next(iter(classes_of(fields)), ""))
-    own = folder / f"{name}-lora"
-    return {} if name is None or not own.is_dir() else {name: str(own)}
 
 
 def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:

@@ -34,7 +34,7 @@ from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
 
-__all__ = ["ADAPTED", "ALSO_TEXT", "PUBLISHED", "UNSAID"]
+__all__ = ["ALSO_TEXT", "PUBLISHED", "UNSAID"]
 
 _Fields = Mapping[str, Any]
 
@@ -261,11 +261,6 @@ ALSO_TEXT: Mapping[str, str] = {
     "QWenLMHeadModel": "visual",
 }
 """Class of models with and without a tower -> entry of config.json that those with one have."""
-
-ADAPTED: Mapping[str, str] = dict.fromkeys(
-    ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), PlainHdProcessor.adapter_name
-)
-"""Class -> the name of the adapter of prompts with images."""
 
 UNSAID = frozenset(
     {
