@@ -121,10 +121,10 @@ class ImageProcessor(Protocol):
     """The placeholder of an image in a prompt's text. One of its tokens is `token_id`."""
     token_id: int
     """The placeholder's token that is replaced by the image's tokens."""
-    before: Sequence[int]
+    before: Sequence[int] = ()
     """Tokens in front of the image's."""
-    after: Sequence[int]
-    joint: int
+    after: Sequence[int] = ()
+    joint: int = 0
     """Most tokens of a place whose tokens see each other; 0: a chunk of a prompt may end in any image."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, padded_square, refuse_options, resized
@@ -17,12 +17,8 @@ from asyncllm.vl.processing.settings import PictureSettings, digest_of, padded_s
 __all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor"]
 
 
-class CenterProcessor:
+class CenterProcessor(ImageProcessor):
     """Scales the shorter side to the tower's, and cuts out the middle."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
         """`length`: tokens of an image. `side`: of the tower's pictures in pixels."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import ImageOps
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 from asyncllm.vl.processing.tiles import tile_grid
@@ -20,12 +20,8 @@ LEAST, MOST = 2, 9
 GREY = (127, 127, 127)
 
 
-class WholeAndTilesProcessor:
+class WholeAndTilesProcessor(ImageProcessor):
     """Numbers of the whole [3, side, side] and of the tiles [rows * columns, 3, tile, tile], one after the other."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution
 from asyncllm.vl.processing.clip import CenterProcessor
@@ -67,13 +67,10 @@ class TwoSizesProcessor(SquareProcessor):
         )
 
 
-class CandidatesProcessor:
+class CandidatesProcessor(ImageProcessor):
     """The whole of an image, and the tiles of the candidate shape that suits it best, all with bars of the mean colour:
     pictures [1 + rows * columns, 3, side, side]. Where a conversation has many images there is but one tile."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
     most_cut = 2
 
     def __init__(

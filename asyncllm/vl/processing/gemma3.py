@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
@@ -19,11 +19,9 @@ PLACE = "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
 WITH_CROPS = "Here is the original image {} and here are some crops to help you see better {}"
 
 
-class Gemma3Processor:
+class Gemma3Processor(ImageProcessor):
     """A picture is as many tokens as any other, which see each other."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
     placeholder = PLACE
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:

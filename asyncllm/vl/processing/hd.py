@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, is_low, refuse_options, resized
 
@@ -25,12 +25,9 @@ def hd_length(rows: int, columns: int, side: int) -> int:
     return (rows * columns + 1) * side**2 + (rows + 1) * side + 1
 
 
-class HdProcessor:
+class HdProcessor(ImageProcessor):
     """Tiles [1 + rows * columns, 3, side, side], the whole first. The longer side of the image is as many tiles as
     leave all of them within the bound; the shorter one is padded with white on both sides."""
-
-    before: Sequence[int] = ()
-    joint = 0
 
     def __init__(
         self,

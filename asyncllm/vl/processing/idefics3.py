@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
@@ -21,12 +21,9 @@ LONGEST = 4096
 BEGIN, PLACE, WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
-class SplitProcessor:
+class SplitProcessor(ImageProcessor):
     """Each tile is a place in the prompt, named by its row and column."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
     placeholder = BEGIN + WHOLE + PLACE + BEGIN
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:

@@ -4,14 +4,14 @@ picture of all where there are too many (Liquid AI, 2025)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
 from asyncllm.vl.processing.tiles import MAX_TILES, tile_grid
@@ -22,13 +22,10 @@ PLACE = "<image>"
 BEGIN, WHOLE, END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 
 
-class SquaresProcessor:
+class SquaresProcessor(ImageProcessor):
     """Patches [count, 3, patch * patch] of one picture after the other, in the order of the squares that become a
     token. Each picture is a place in the prompt, a tile behind its row and column."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
     placeholder = BEGIN + PLACE + END
 
     def __init__(self, settings: PictureSettings, *, token_id: int) -> None:

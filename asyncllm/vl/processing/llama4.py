@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
 
@@ -23,13 +23,10 @@ BEGIN, WHOLE, PLACE, END = "<|image_start|>", "<|image|>", "<|patch|>", "<|image
 NEXT_COLUMN, NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
-class CanvasProcessor:
+class CanvasProcessor(ImageProcessor):
     """Each tile is a place in the prompt, with separators between them. Numbers are rounded to bfloat16, as the
     published processor has them."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
     placeholder = BEGIN + WHOLE + PLACE + END
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint, short
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options
 
@@ -115,12 +115,8 @@ def crop_grid(tower: Mapping[str, Any], settings: PictureSettings) -> CropGrid:
     return CropGrid(side, patch, *margins)
 
 
-class OverlappingProcessor:
+class OverlappingProcessor(ImageProcessor):
     """Crops [1 + rows * columns, 3, side, side], the whole image first. What an image does not fill is black."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(
         self, settings: PictureSettings, *, token_id: int, placeholder: str, grid: CropGrid, most: int

@@ -4,14 +4,14 @@ whole squares of patches (Kimi-VL)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from asyncllm.errors import InvalidMessage, UnsupportedModel
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, canvas_of, digest_of, refuse_options, resized
 
@@ -21,12 +21,9 @@ MAX_SIDE = 511
 """Patches."""
 
 
-class NativeProcessor:
+class NativeProcessor(ImageProcessor):
     """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
 
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
     placeholder = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
 
     def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int) -> None:

@@ -4,24 +4,20 @@ former two end in a token."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
 __all__ = ["RowsProcessor"]
 
 
-class RowsProcessor:
+class RowsProcessor(ImageProcessor):
     """One picture [1, 3, height, width]. Each row of tokens is a place of its own in the prompt, if they end in one."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(
         self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, placeholder: str = "[IMG]"

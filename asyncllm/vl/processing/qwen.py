@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, short
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
 
@@ -39,12 +39,8 @@ def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_p
     return rows, columns
 
 
-class DynamicProcessor:
+class DynamicProcessor(ImageProcessor):
     """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder

@@ -4,13 +4,13 @@ the image's, all in whole patches and none of them bent (Xu et al., 2024: LLaVA-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.text.image_marks import INDEX_MARK
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
@@ -23,12 +23,8 @@ Size = tuple[float, float]
 """Width and height."""
 
 
-class SliceProcessor:
+class SliceProcessor(ImageProcessor):
     """Patches [count, 3 * patch * patch] of all pictures, the whole first. Each picture is a place in the prompt."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-    joint = 0
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, numbered: bool) -> None:
         """`tokens`: of a picture. `numbered`: whether the prompt says which image of its own this is, and marks slices

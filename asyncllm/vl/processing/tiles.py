@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from asyncllm.errors import InvalidParameter, short
-from asyncllm.prompt_image import PromptImage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
 from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
@@ -60,10 +60,8 @@ def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]
     return min(roomy, key=scale) if roomy else max(shapes, key=scale)
 
 
-class TileProcessor:
+class TileProcessor(ImageProcessor):
     """Squares of the tower's size, row by row; behind several the whole image in one."""
-
-    joint = 0
 
     def __init__(
         self,
