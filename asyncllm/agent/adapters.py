@@ -7,7 +7,7 @@ of the step that brings it. That one is launched while the step before it runs, 
 copy. What a step that was never launched should have brought up, the next start that names it brings.
 
 A slot has room for the factors of every adapted layer. The slots of a factor lie side by side, as a launch reads all of
-them, and an adapter's factors far apart would each need an address translation of their own:
+them:
 
     host    | layer 0: A | B | layer 1: A | B | ...                     an adapter
     device  | layer 0: A of all slots | B of all slots | layer 1: ...   layers see [slots, ...] views

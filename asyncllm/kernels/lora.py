@@ -28,12 +28,15 @@ class LoRAWeights(NamedTuple):
 
 
 @op("lora:add_lora")
-def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_invariant: bool = False) -> Tensor:
+def add_lora(
+    y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, batch_invariant: bool = False
+) -> Tensor:
     """y [T, out] + (x [T, in] A^T rounded to x's type) B^T by the adapter of each row, in y's memory -> y.
 
     slots [T] int32; -1 is a row without an adapter, which stays as it is, bit by bit, as every row does whatever
-    adapters the others have. Sums are float32, and the result is rounded once. `batch_invariant`: nothing of a row's
-    result follows from the number of rows.
+    adapters the others have. Sums are float32, and the result is rounded once. Of the first `num_single` rows each may
+    have another adapter, as those of a decode step have; the others are taken to come in runs of one adapter, and any
+    order is right, but slow. `batch_invariant`: nothing of a row's result follows from the number of rows.
     """
     rank = lora.b.shape[-1]
     for slot in sorted(set(slots.tolist())):

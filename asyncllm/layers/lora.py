@@ -30,4 +30,11 @@ class LayerAdapters:
         self.weights = weights
 
     def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        return kernels.add_lora(y, x, step[ADAPTER_SLOTS], self.weights, batch_invariant=step.batch_invariant)
+        return kernels.add_lora(
+            y,
+            x,
+            step[ADAPTER_SLOTS],
+            self.weights,
+            num_single=step.num_decode,
+            batch_invariant=step.batch_invariant,
+        )

@@ -11,7 +11,7 @@ SLOT = 2**26
 
 
 def _cases(tokens: int) -> list[Case]:
-    block_t, splits = rows_and_splits(tokens, K, batch_invariant=False)
+    block_t, splits = rows_and_splits(tokens, K, single=tokens == 48)
     same = {
         "WIDTH": 3 * RANK,
         "RANK": RANK,

@@ -56,28 +56,28 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes", "k", "dtype", "batch_invariant"),
+    ("tokens", "num_single", "sizes", "k", "dtype", "batch_invariant"),
     [
-        (1, (24,), 40, torch.float32, False),
-        (21, (72, 8, 8, 3), 1100, torch.bfloat16, False),
-        (21, (600, 30), 90, torch.float16, False),
-        (70, (150, 150), 130, torch.bfloat16, False),
-        (70, (33,), 1030, torch.float16, True),
+        (1, 1, (24,), 40, torch.float32, False),
+        (21, 0, (72, 8, 8, 3), 1100, torch.bfloat16, False),
+        (21, 21, (600, 30), 90, torch.float16, False),
+        (70, 0, (150, 150), 130, torch.bfloat16, False),
+        (70, 5, (150, 16), 1030, torch.bfloat16, False),
+        (70, 99, (24,), 1030, torch.float16, False),
+        (70, 5, (33,), 1030, torch.float16, True),
     ],
 )
 def test_the_kernels_do_as_the_reference(
-    tokens: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
+    tokens: int, num_single: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
 ) -> None:
     seed = fresh_seed()
     lora = weights(seed, sizes, k, dtype=dtype)
     x, y, slots = random(tokens, k, seed=seed, dtype=dtype), random(tokens, sum(sizes), seed=1, dtype=dtype), None
     slots = slots_of(tokens, seed)
-    few = launchers.by_row(tokens, lora, batch_invariant=batch_invariant)
-    splits = splits_of(k) if few else launchers.rows_and_splits(tokens, k, batch_invariant=batch_invariant)[1]
 
     def run() -> Tensor:
-        poison((splits, tokens, len(sizes) * 32), dtype=torch.float32)
-        return launchers.add_lora(y.clone(), x, slots, lora, batch_invariant=batch_invariant)
+        poison((max(splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
+        return launchers.add_lora(y.clone(), x, slots, lora, num_single=num_single, batch_invariant=batch_invariant)
 
     found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
@@ -101,6 +101,17 @@ def test_a_row_is_what_it_is_whatever_stands_beside_it(add: object) -> None:
     beside = add(y.clone(), x, slots, lora)
     assert torch.equal(beside[[4, 5, 8]], alone[[4, 5, 8]])
     assert beside[0].isnan().all()
+
+
+def test_rows_of_their_own_go_by_row_or_to_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adapter of a tile costs a program some memory latencies: a tile of 64 rows may have 64 of them."""
+    lora, taken = weights(3, (24,), 40, dtype=torch.float32), []
+    monkeypatch.setattr(launchers, "add_lora_by_row", lambda y, *_: taken.append(("row", len(y))))
+    monkeypatch.setattr(launchers, "_add_in_tiles", lambda y, *_, single: taken.append((single, len(y))))
+    for tokens, num_single in ((60, 0), (300, 0), (300, 64), (300, 65), (300, 300), (0, 0)):
+        rows = random(tokens, 40)
+        launchers.add_lora(rows[:, :24], rows, slots_of(tokens, 1), lora, num_single=num_single)
+    assert taken == [("row", 60), (False, 300), ("row", 64), (False, 236), (True, 65), (False, 235), (True, 300)]
 
 
 def test_compiled() -> None:

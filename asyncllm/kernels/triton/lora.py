@@ -3,8 +3,9 @@ has kernels for few rows.
 
 Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It takes the adapters of these
 slots that the tile has, one after the other. Each is multiplied by the whole tile, and a row keeps the result of its
-own adapter. A tile of a prompt has one adapter, one of decode rows as many as it has rows at most. Nothing is added
-across adapters, so a row's bits do not depend on its neighbours' (zero times infinity is no zero).
+own adapter. A tile of a prompt has one adapter, one of single rows as many as it has rows at most, which is why these
+have small tiles, and programs that share their adapters. Nothing is added across adapters, so a row's bits do not
+depend on its neighbours' (zero times infinity is no zero).
 
 Reading A of one row is all that takes time where there are few rows, so the sum over the input features is split among
 programs; `expand_kernel` adds up their parts in order.
@@ -24,10 +25,10 @@ from asyncllm.kernels.triton.language import dot, release_consumers, round_to, w
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_row, part_of
 
-__all__ = ["BLOCK_K", "FEW_ROWS", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
+__all__ = ["BLOCK_K", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
-FEW_ROWS = 64
-"""Up to so many rows reading A and B is all that takes time."""
+_FEW_TILED = 512
+"""Rows in runs up to which their tiles are too few for a device."""
 
 BLOCK_K = 128
 """Input features that a program of `shrink_kernel` multiplies at a time."""
@@ -141,40 +142,53 @@ def expand_kernel(
         tl.store(places, round_to(y + total, dtype), mask=mask)
 
 
-def by_row(tokens: int, lora: LoRAWeights, *, batch_invariant: bool) -> bool:
-    """Return whether each row has programs of its own. Rows of one and the same adapter are better off in tiles."""
-    shared = len(lora.a) == 1 and tokens > 16
-    return tokens <= MOST_ROWS and lora.b.shape[-1] <= MOST_RANK and not shared and not batch_invariant
+def by_row(rows: int, lora: LoRAWeights, *, batch_invariant: bool) -> bool:
+    """Return whether each of so many single rows has programs of its own. Rows of one and the same adapter are better
+    off in tiles."""
+    shared = len(lora.a) == 1 and rows > 16
+    return rows <= MOST_ROWS and lora.b.shape[-1] <= MOST_RANK and not shared and not batch_invariant
 
 
-def rows_and_splits(tokens: int, features: int, *, batch_invariant: bool) -> tuple[int, int]:
-    """Return how many rows a tile has, and among how many programs the sum over the input `features` is split."""
+def rows_and_splits(rows: int, features: int, *, single: bool) -> tuple[int, int]:
+    """Return how many rows a tile has, and among how many programs the sum over the input `features` is split. Of
+    `single` rows each may have another adapter."""
     splits = max(1, min(_MOST_SPLITS, features // _SPAN))
-    if tokens <= FEW_ROWS or batch_invariant:
+    if single:
         return 16, splits
-    return 64, min(4, splits) if tokens <= 8 * FEW_ROWS else 1
+    return 64, min(4, splits) if rows <= _FEW_TILED else 1
 
 
-def turns_of(tokens: int, block_t: int, num_slots: int) -> tuple[int, int]:
+def turns_of(rows: int, block_t: int, num_slots: int) -> tuple[int, int]:
     """Return how many programs of either kernel share the adapters of a tile: each adapter takes a program a few memory
     latencies, and a program without one ends at once."""
-    if block_t == 16 and min(tokens, num_slots) > 1:
+    if block_t == 16 and min(rows, num_slots) > 1:
         return 8, 4
     return 1, 1
 
 
-def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_invariant: bool = False) -> Tensor:
+def add_lora(
+    y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, batch_invariant: bool = False
+) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
-    (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
-    if not tokens:
-        return y
-    if by_row(tokens, lora, batch_invariant=batch_invariant):
-        return add_lora_by_row(y, x, slots, lora)
-    block_t, splits = rows_and_splits(tokens, k, batch_invariant=batch_invariant)
-    block_r, block_n = min(rank, 64), 64 if tokens <= 16 else 128
-    tiles = -(-tokens // block_t)
-    shrinking, expanding = turns_of(tokens, block_t, len(lora.a))
-    h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
+    tokens = len(x)
+    # All are single where there are few, and where no result may follow from their number.
+    single = tokens if tokens <= MOST_ROWS or batch_invariant else min(num_single, tokens)
+    if single and by_row(single, lora, batch_invariant=batch_invariant):
+        add_lora_by_row(y[:single], x[:single], slots[:single], lora)
+    elif single:
+        _add_in_tiles(y[:single], x[:single], slots[:single], lora, single=True)
+    if single < tokens:
+        _add_in_tiles(y[single:], x[single:], slots[single:], lora, single=False)
+    return y
+
+
+def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, single: bool) -> None:
+    (rows, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
+    block_t, splits = rows_and_splits(rows, k, single=single)
+    block_r, block_n = min(rank, 64), 64 if rows <= 16 else 128
+    tiles = -(-rows // block_t)
+    shrinking, expanding = turns_of(rows, block_t, len(lora.a))
+    h = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
     same: dict[str, Any] = {
         "WIDTH": width,
         "RANK": rank,
@@ -188,12 +202,11 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, batch_in
         shrink_kernel,
         (tiles * shrinking, width // block_r, splits),
         (x, slots, lora.a, lora.ranks, h),
-        (tokens,),
+        (rows,),
         **shrink,
     )
     sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
     blocks = sum(-(-size // block_n) for size in sizes)
     expand: dict[str, Any] = {f"SIZE_{part}": size for part, size in enumerate(sizes)}
     expand |= {"SLOT_STRIDE": lora.b.stride(0), "BLOCK_N": block_n, "TURNS": expanding, **same}
-    launch(expand_kernel, (tiles * expanding, blocks, 1), (h, slots, lora.b, lora.ranks, y), (tokens,), **expand)
-    return y
+    launch(expand_kernel, (tiles * expanding, blocks, 1), (h, slots, lora.b, lora.ranks, y), (rows,), **expand)
