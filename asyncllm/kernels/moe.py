@@ -142,8 +142,7 @@ def _limited_mul(x: Tensor, limit: float) -> Tensor:
     return ((up + 1) * gate * sigmoid(GATE_SLOPE * gate)).to(x.dtype)
 
 
-# The launcher's sums do not depend on what other tokens there are.
-@op("moe:fused_experts")
+@op("moe:fused_experts_invariant")
 def fused_experts_invariant(
     x: Tensor,
     gate_up: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import moe
+from asyncllm.kernels.triton import few_experts, moe
 from tests.kernels.offline import Case
 
 MODELS = {
@@ -17,9 +17,9 @@ MODELS = {
 """hidden size, expert size, top k, experts"""
 
 
-def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False, dtype: str = "bf16") -> Case:
+def matmul(model: str, swiglu: bool, block_tokens: int, dtype: str = "bf16") -> Case:
     width, hidden, top_k, _ = MODELS[model]
-    tile = (moe.UNGROUPED_TILES if ungrouped else moe.TILES[block_tokens])[not swiglu]
+    tile = moe.TILES[block_tokens][not swiglu]
     if dtype == "fp32":
         tile = moe.FLOAT32_TILE
     constexprs: dict[str, Any] = {
@@ -30,7 +30,6 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "BIAS": False,
         "LIMIT": moe.GELU if model == "gemma4" else 0.0,
         "SLOPE": moe.GATE_SLOPE,
-        "UNGROUPED": ungrouped,
         "BLOCK_TOKENS": block_tokens,
         "TILE_ROWS": tile.rows,
         "TILE_DEPTH": tile.depth,
@@ -41,16 +40,32 @@ def matmul(model: str, swiglu: bool, block_tokens: int, ungrouped: bool = False,
         "x_ptr": f"*{dtype}",
         "weight_ptr": f"*{dtype}",
         "y_ptr": f"*{dtype}",
-        "assignments_ptr": "*i64" if ungrouped else "*i32",
-        "block_experts_ptr": "*i64" if ungrouped else "*i32",
+        "assignments_ptr": "*i32",
+        "block_experts_ptr": "*i32",
         "bias_ptr": f"*{dtype}",
         "num_assignments": "i32",
         "max_blocks": "i32",
     }
-    name = f"{model} {'gate_up' if swiglu else 'down'} {block_tokens}{' ungrouped' * ungrouped} {dtype}"
+    name = f"{model} {'gate_up' if swiglu else 'down'} {block_tokens} {dtype}"
     return Case(
         name, moe.grouped_matmul_kernel, signature, constexprs, tile.warps, tile.stages, options={"launch_pdl": True}
     )
+
+
+def few(model: str, second: bool) -> Case:
+    """By few_experts' kernels."""
+    width, hidden, top_k, _ = MODELS[model]
+    tile = few_experts.second_tile(hidden) if second else few_experts.FIRST_TILE
+    size = {"N": width, "K": hidden} if second else {"N": 2 * hidden, "K": width}
+    constexprs = {**size, "TOP_K": top_k, "BIAS": False, "ROWS": tile.rows, "TILE": tile.columns, "USE_PDL": True}
+    types = {**dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16"), "ids_ptr": "*i64"}
+    if second:
+        kernel, types = few_experts.second_kernel, types | {"weights_ptr": "*fp32", "out_ptr": "*bf16"}
+    else:
+        kernel, types = few_experts.first_kernel, types | {"y_ptr": "*bf16"}
+        constexprs |= {"GATED": True, "LIMIT": 0.0, "SLOPE": moe.GATE_SLOPE}
+    name = f"{model} few {'second' if second else 'first'}"
+    return Case(name, kernel, types, constexprs, tile.warps, options={"launch_pdl": True})
 
 
 def route(model: str, groups: int = 1) -> Case:
@@ -115,8 +130,7 @@ def weighted_sum(model: str) -> Case:
 
 CASES = [
     *(matmul("mixtral", swiglu, tokens) for tokens in moe.TILES for swiglu in (True, False)),
-    matmul("qwen3", True, 16, ungrouped=True),
-    matmul("qwen3", False, 16, ungrouped=True),
+    *(few(model, second) for model in ("mixtral", "qwen3") for second in (False, True)),
     matmul("qwen3", True, 16, dtype="fp32"),
     matmul("gemma4", True, 64),
     route("qwen3"),

@@ -13,7 +13,10 @@ from asyncllm.kernels.activation import ActivationKind
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, launch
 
-__all__ = ["activate", "apply_gate", "gelu_tanh_mul", "silu_mul"]
+__all__ = ["GELU", "activate", "apply_gate", "apply_limited_gate", "gelu_tanh_mul", "silu_mul"]
+
+GELU = -1.0
+"""In place of a limit: the gate is GELU's."""
 
 COLUMNS = 1024
 """Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers. 256 rows
@@ -38,6 +41,20 @@ def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
     """Return the gate's activation times up, of float32 values, rounded to dtype after each of the two."""
     active = _gelu_tanh(gate) if GELU else gate * _sigmoid(gate)
     return round_to(round_to(active, dtype).to(tl.float32) * up, dtype)
+
+
+@triton.jit
+def apply_limited_gate(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """Return the gated products of experts in float32, of sums in float32, which are rounded to `dtype` first. The gate
+    is SwiGLU, with a LIMIT above 0 gpt-oss's of this SLOPE, and below 0 GELU's."""
+    gate = round_to(gate, dtype).to(tl.float32)
+    up = round_to(up, dtype).to(tl.float32)
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
+    else:
+        return apply_gate(gate, up, dtype, LIMIT < 0).to(tl.float32)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ store, and once from there to the experts' outputs. `weighted_sum_kernel` adds u
 Nothing is read back by the host, so all of it can be captured in a CUDA graph.
 
 The weights are always the left operand of the tensor cores' product and the tokens the right one. A tile of few tokens
-then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: a
-token gets the same bits alone and in any batch.
+then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: by
+`fused_experts_invariant` a token gets the same bits alone and in any batch. Of few tokens `few_experts` is quicker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from asyncllm.kernels import moe as reference
 from asyncllm.kernels.moe import GATE_SLOPE, Routing
-from asyncllm.kernels.triton.activation import activate
+from asyncllm.kernels.triton.activation import GELU, activate, apply_limited_gate
+from asyncllm.kernels.triton.few_experts import few_experts
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
@@ -34,6 +35,7 @@ __all__ = [
     "add_up",
     "assignments_of",
     "fused_experts",
+    "fused_experts_invariant",
     "group",
     "multiply",
     "route",
@@ -42,9 +44,6 @@ __all__ = [
     "tile_of",
     "tokens_per_block",
 ]
-
-GELU = -1.0
-"""In place of a limit: the gate is GELU's."""
 
 
 class Tile(NamedTuple):
@@ -74,10 +73,6 @@ Time of the two products on an H200, in parts of what their bytes take at 4.34 T
 
 Blocks of 16 with tiles of 64 rows reached 92 % and 72 %; blocks of 128 with 3 stages 51 % and 43 %.
 """
-
-UNGROUPED_TILES = (Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-"""For few assignments, which need many small tiles to occupy the device: a whole layer takes 31 us for one token of
-Qwen3-30B-A3B (55 % of 4.34 TB/s) and 192 us for one of Mixtral (84 %)."""
 
 FLOAT32_TILE = Tile(32, 32, 4, 2)
 """For float32, always with blocks of 16 tokens: it runs on plain FMA, for tests."""
@@ -270,7 +265,6 @@ def grouped_matmul_kernel(
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
-    UNGROUPED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -279,9 +273,8 @@ def grouped_matmul_kernel(
 ):
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU on request, for every assignment a.
 
-    x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. UNGROUPED: block b
-    is assignment b, block_experts are the expert ids and assignments are not read. BIAS: bias [E, ROWS] is added. LIMIT
-    above 0 makes SwiGLU gpt-oss's gate, of this SLOPE; below 0, the gate is GELU's.
+    x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. BIAS: bias [E,
+    ROWS] is added. LIMIT above 0 makes SwiGLU gpt-oss's gate, of this SLOPE; below 0, the gate is GELU's.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -291,7 +284,7 @@ def grouped_matmul_kernel(
     expert = tl.load(block_experts_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS, UNGROUPED)
+    assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS, False)
     is_filled = assignments < num_assignments
     # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
     # masks out of the loop.
@@ -364,18 +357,8 @@ def store_block(
     if SWIGLU:
         pairs = tl.reshape(total, (TILE_ROWS // 16, 2, 8, BLOCK_TOKENS)).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)
-        gate = round_to(tl.reshape(gate, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
-        up = round_to(tl.reshape(up, (TILE_OUTPUTS, BLOCK_TOKENS)), dtype).to(tl.float32)
-        if LIMIT > 0:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            total = (up + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
-        elif LIMIT < 0:
-            # The approximation by tanh, which is a sigmoid of twice as much.
-            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            total = round_to(gate / (1.0 + tl.exp(-inner)), dtype).to(tl.float32) * up
-        else:
-            total = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32) * up
+        gate, up = tl.reshape(gate, (TILE_OUTPUTS, BLOCK_TOKENS)), tl.reshape(up, (TILE_OUTPUTS, BLOCK_TOKENS))
+        total = apply_limited_gate(gate, up, dtype, LIMIT, SLOPE)
     y_column = first_output + tl.arange(0, TILE_OUTPUTS)
     tl.store(
         y_ptr + assignments[None, :].to(tl.int64) * OUTPUTS + y_column[:, None],
@@ -453,8 +436,44 @@ def fused_experts(
     gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """Launch the op of `asyncllm.kernels.moe`: four launches, one more with `group`, one more for plain experts. All
-    arguments are contiguous."""
+    """Launch the op of `asyncllm.kernels.moe`. All arguments are contiguous."""
+    num_tokens, top_k = expert_ids.shape
+    # So few hardly ever share an expert. All assignments count, but so do all experts: those of this rank get their
+    # share.
+    few = num_tokens * top_k <= max(top_k, max(len(gate_up), num_chosen_from) // 8)
+    if not few or not num_tokens or x.element_size() != 2:
+        return fused_experts_invariant(
+            x,
+            gate_up,
+            down,
+            weights,
+            expert_ids,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            limit=limit,
+            gelu=gelu,
+            num_chosen_from=num_chosen_from,
+        )
+    gate = GELU if gelu else limit
+    return few_experts(
+        x, gate_up, down, weights, expert_ids, gate_up_bias=gate_up_bias, down_bias=down_bias, limit=gate
+    )
+
+
+def fused_experts_invariant(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+    gelu: bool = False,
+    num_chosen_from: int = 0,
+) -> Tensor:
+    """As `fused_experts`, in blocks on tensor cores: five launches, one more for plain experts."""
     num_tokens, top_k = expert_ids.shape
     num_experts, _, width = gate_up.shape
     hidden_size = down.shape[2]
@@ -462,22 +481,14 @@ def fused_experts(
     out = torch.empty_like(x)
     if not num_tokens:
         return out
-    # All assignments count, but so do all experts: those of this rank get their share.
+    # As above, of this rank.
     num_all = max(num_experts, num_chosen_from)
     block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
-    tiles = TILES[block_tokens]
-    if num_assignments <= max(top_k, num_all // 8):
-        # So few hardly ever share an expert: each is a block of its own, and nothing needs to be grouped.
-        ids = expert_ids.view(-1)
-        blocks, tiles = Blocks(ids, ids, block_tokens, True), UNGROUPED_TILES
-    else:
-        blocks = group(expert_ids, num_experts, block_tokens)
-    if x.element_size() == 4:
-        tiles = (FLOAT32_TILE, FLOAT32_TILE)
+    tiles = TILES[block_tokens] if x.element_size() == 2 else (FLOAT32_TILE, FLOAT32_TILE)
+    blocks = group(expert_ids, num_experts, block_tokens)
     hidden = torch.empty(num_assignments, hidden_size, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_assignments, width, dtype=x.dtype, device=x.device)
-    gated = gate_up.shape[1] != hidden_size
-    gate = GELU if gelu else limit
+    gated, gate = gate_up.shape[1] != hidden_size, GELU if gelu else limit
     multiply(x, gate_up, hidden, blocks, tiles[0], top_k=top_k, swiglu=gated, bias=gate_up_bias, limit=gate)
     if not gated:
         hidden = activate(hidden, "squared_relu")
@@ -539,7 +550,6 @@ def multiply(
         BIAS=bias is not None,
         LIMIT=limit or 0.0,
         SLOPE=GATE_SLOPE,
-        UNGROUPED=blocks.ungrouped,
         BLOCK_TOKENS=blocks.size,
         TILE_ROWS=tile.rows,
         TILE_DEPTH=tile.depth,

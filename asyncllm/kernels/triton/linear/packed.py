@@ -59,15 +59,16 @@ TABLES: dict[str, Table] = {
             (16, RingConfig(64, 16, 8, splits=4, joined=True)),  # 10.0 us, 15.6
             (32, RingConfig(64, 32, 4, splits=4, joined=True)),  # 16.1 us
             (64, RingConfig(64, 64, 4, splits=2, joined=True)),  # 16.2 us, 18.1
-            (128, RingConfig(64, 128, 2, splits=2, rounded=True)),  # 26.9 us, expanded first 32.3, bf16 16.5
-            (256, None),  # 38.6 us, 46.4 without, bf16 20.4
+            (128, WideConfig(128, 5, 1, splits=2)),  # 22.3 us, in a ring 28.4, expanded first 32.3, bf16 18.3
+            (256, WideConfig(128, 5, 1, splits=2)),  # 33.4 us, expanded first 39.0, bf16 23.1
         ),
         (4096, 4096): (
             (8, RingConfig(64, 8, 8, splits=8)),  # 6.2 us, bf16 8.9
             (16, RingConfig(64, 16, 8, splits=4, joined=True)),  # 8.1 us, 9.8
             (32, RingConfig(64, 32, 4, splits=4, joined=True)),  # 12.8 us
-            (64, RingConfig(64, 64, 4, splits=4, joined=True)),  # 14.1 us, 13.6
-            (256, None),  # 24.7 us at 128, bf16 13.4; 25.9 at 256, 16.4
+            (64, WideConfig(64, 4, 1, splits=4, rounded=False)),  # 12.8 us, in a ring 13.8, bf16 12.9
+            (128, WideConfig(128, 5, 1, splits=4)),  # 19.0 us, expanded first 25.7, bf16 15.5
+            (256, WideConfig(128, 5, 1, splits=2)),  # 22.9 us, expanded first 26.9, bf16 18.7
         ),
         (28672, 4096): (
             (8, RingConfig(64, 8, 4, splits=4)),  # 22.7 us, bf16 53.4
@@ -82,9 +83,8 @@ TABLES: dict[str, Table] = {
             (16, RingConfig(64, 16, 6, splits=8, joined=True)),  # 15.1 us, 28.2
             (32, RingConfig(64, 32, 4, splits=8, joined=True)),  # 24.9 us
             (64, RingConfig(64, 64, 4, splits=4, joined=True)),  # 26.2 us, 36.1
-            (128, RingConfig(64, 128, 2, splits=4, rounded=True)),  # 45.9 us, expanded first 77.7, bf16 36.4
-            # 72.8 us, in tiles 75.6, expanded first 86.9, bf16 47.4
-            (256, RingConfig(64, 128, 2, splits=2, rounded=True)),
+            (128, WideConfig(128, 5, 1, splits=4, rounded=False)),  # 40.9 us, in a ring 46.3, bf16 37.1
+            (256, WideConfig(256, 3, 1, splits=4)),  # 57.9 us, in a ring 73.0, expanded first 87.4, bf16 48.6
         ),
     }
 }
@@ -93,8 +93,8 @@ is for, ascending; None: the weight is expanded first. Figures are of one token,
 scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. What no entry covers has a tile of `TILES`.
 
 The four products of a layer take 53 us with one token, 59 with 16 and 95 with 64, where those of bfloat16 take 101,
-111 and 121, and reading the words takes 27. From 65 tokens on they are slower than these: each block reads all tokens,
-which is more than its words. At 512 tokens all four take less time expanded."""
+111 and 121, and reading the words takes 27. With 128 they take 143 us, with 256 226, where those of bfloat16 take 143
+and 184. At 512 tokens all four take less time expanded."""
 
 MOST_FUSED = 256
 """Tokens above which the weight is expanded first if no table says otherwise, which takes 170 us for the four weights
