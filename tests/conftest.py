@@ -7,6 +7,7 @@ import asyncio
 import gc
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def _collect_between_modules() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _log_level_as_before() -> Iterator[None]:
+    """A pipeline sets the package's level, as LMDeploy's does."""
+    package = logging.getLogger("asyncllm")
+    level = package.level
+    yield
+    package.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -340,11 +340,9 @@ class TestFactory:
     def test_log_level(self) -> None:
         with pytest.raises(InvalidParameter, match="log_level"):
             pipeline("tiny-chat", log_level="LOUD")
-        level = logging.getLogger("asyncllm").level
         with pytest.raises(ModelNotFound):
             pipeline("./no-such-folder", log_level="ERROR")
         assert logging.getLogger("asyncllm").level == logging.ERROR
-        logging.getLogger("asyncllm").setLevel(level)
 
     @pytest.mark.parametrize(
         ("arguments", "error"),
