@@ -159,7 +159,8 @@ def _download(name: str, revision: str | None, download_dir: str | Path | None, 
     `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
-    path = download(where, name, revision, download_dir, inside)
+    allowed, ignored = ([f"{inside}{pattern}" for pattern in each] for each in (ALLOW_PATTERNS, IGNORE_PATTERNS))
+    path = download(where, name, revision, download_dir, allowed, ignored)
     logger.info("%s is %s", name, path)
     return Path(path)
 
@@ -169,7 +170,8 @@ def _from_hugging_face(
     name: str,
     revision: str | None,
     download_dir: str | Path | None,
-    inside: str,
+    allowed: list[str],
+    ignored: list[str],
 ) -> str:
     try:
         from huggingface_hub import errors, snapshot_download
@@ -183,8 +185,8 @@ def _from_hugging_face(
             name,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=[f"{inside}{pattern}" for pattern in ALLOW_PATTERNS],
-            ignore_patterns=[f"{inside}{pattern}" for pattern in IGNORE_PATTERNS],
+            allow_patterns=allowed,
+            ignore_patterns=ignored,
         )
     except Exception as error:
         # The hub client leaks the exceptions of its HTTP library, which differs between its versions.
@@ -216,7 +218,8 @@ def _from_modelscope(
     name: str,
     revision: str | None,
     download_dir: str | Path | None,
-    inside: str,
+    allowed: list[str],
+    ignored: list[str],
 ) -> str:
     try:
         from modelscope import snapshot_download
@@ -232,8 +235,8 @@ def _from_modelscope(
             revision=revision,
             cache_dir=None if download_dir is None else str(download_dir),
             local_files_only=local,
-            allow_patterns=[f"{inside}{pattern}" for pattern in ALLOW_PATTERNS],
-            ignore_patterns=[f"{inside}{pattern}" for pattern in IGNORE_PATTERNS],
+            allow_patterns=allowed,
+            ignore_patterns=ignored,
         )
         return path
 

@@ -68,9 +68,9 @@ HOPPER_CONFIG = HopperDecodeConfig(16, 64, 1, 5)
 
 Timed at 16 heads, rank 512, on an H200 (Triton 3.6), beside (512, 2) above: 1 row of 150 tokens 6.4 us instead of 15.1,
 16 of 300 9.9 instead of 18.4, 64 of 300 11.3 instead of 25.0, 256 of 300 29.8 instead of 33.2, 64 of 4,096 78.6 (3,842
-GB/s) instead of 98.6, 16 of 16,384 81.7 instead of 121.9. Those of 300 tokens are with parts of 6 tiles: a row is not
-divided then, as it is not with 5; with 3 they are 10.3, 12.7 and 29.8. 1 row of 1,000 takes 13.5 with 6, 11.7 with 4;
-256 rows of 150 take 28.2 with 8, where 19.7 is what all fewer give."""
+GB/s) instead of 98.6, 16 of 16,384 81.7 instead of 121.9. Rows of 300 tokens had parts of 6 tiles: parts of 5
+or 6 leave such a row whole. Parts of 3 take 10.3, 12.7 and 29.8. 1 row of 1,000 takes 13.5 with parts of 6, and 11.7
+with 4; 256 rows of 150 take 28.2 with parts of 8, and 19.7 with shorter ones."""
 
 
 class LatentPrefillConfig(NamedTuple):

@@ -120,8 +120,7 @@ def _produce(work, BYTES: gl.constexpr, HALVES: gl.constexpr, GATED: gl.constexp
 
 @gluon.jit
 def _factors(scales_ptr, zeros_ptr, rows, chunk, last, whole, K: gl.constexpr, GROUP: gl.constexpr):
-    """Return scales and zero points of the rows in a chunk, as they are stored; of a chunk beyond `last`, those of
-    `last`."""
+    """Return the stored scales and zero points of the rows in a chunk. A chunk beyond `last` has those of `last`."""
     GROUPS: gl.constexpr = 1 if GROUP >= K else K // GROUP
     group = min(min(chunk, last) * 128 // GROUP, GROUPS - 1)
     places = group * whole + rows
