@@ -189,6 +189,11 @@ def _bailing(tensors: Tensors, fields: Fields) -> Tensors:
     return renamed(_BAILING)(unfused_experts(fused(tensors, "attention.query_key_value"), fields), fields)
 
 
+def _unit_columns(tensors: Tensors) -> Tensors:
+    """Ling's head, which its code scales in the first step."""
+    return {**tensors, "lm_head.weight": nn.functional.normalize(tensors["lm_head.weight"], dim=0)}
+
+
 LAYOUTS: dict[str, Layout] = {
     "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
     "iquest_coder": Layout("llama", "iquestcoder", "llama", "IQuestCoderForCausalLM", dropped=_BIAS_OF_LLAMA),
@@ -313,7 +318,7 @@ LAYOUTS: dict[str, Layout] = {
         "bailing_moe",
         "llama",
         "BailingMoeForCausalLM",
-        extra={"norm_topk_prob": False, "score_function": "softmax"},
+        extra={"norm_topk_prob": False, "score_function": "softmax", "norm_head": True},
         dropped=(
             *("partial_rotary_factor", "use_qk_norm", "n_group", "topk_group", "first_k_dense_replace"),
             *("routed_scaling_factor", "use_qkv_bias", "moe_router_enable_expert_bias"),
@@ -322,6 +327,7 @@ LAYOUTS: dict[str, Layout] = {
         native={"first_k_dense_replace": 0},
         patch=_deepseek_experts,
         rename=_bailing,
+        oracle=_unit_columns,
     ),
     "gemma3n_towers": Layout(
         "gemma3n",

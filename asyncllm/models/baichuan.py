@@ -12,7 +12,7 @@ from asyncllm.models.config import HFConfig, ModelConfig, alibi_slopes
 from asyncllm.models.llama import LLAMA_WEIGHTS, Llama
 from asyncllm.models.registry import register
 
-__all__ = ["Baichuan"]
+__all__ = ["Baichuan", "NormalizedOutputEmbedding"]
 
 FIRST_VOCAB_SIZE = 64000
 """Of Baichuan; Baichuan2 has 125,696 tokens, and nothing else in config.json tells them apart."""
@@ -25,11 +25,15 @@ class BaichuanConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 class NormalizedOutputEmbedding(OutputEmbedding):
-    """An output embedding whose rows are scaled to length 1 as they are loaded."""
+    """An output embedding whose rows are scaled to length 1 as they are loaded, or its columns with axis 0."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, axis: int = 1) -> None:
+        super().__init__(hidden_size, vocab_size)
+        self.axis = axis
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        super().load_part(suffix, part, index, nn.functional.normalize(wide))
+        super().load_part(suffix, part, index, nn.functional.normalize(wide, dim=self.axis))
 
     def own_part(self, suffix: str, part: str | None, index: int | None) -> tuple[int, slice] | None:
         return None

@@ -1,10 +1,13 @@
 """Ling and Ring, the first two generations: GLM-4.5's computation under names of their own; the first had no norms of
-heads, turned whole heads and chose experts by their softmax."""
+heads, turned whole heads and chose experts by their softmax, and its head has columns of length 1."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
+from asyncllm.models.baichuan import NormalizedOutputEmbedding
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
@@ -16,11 +19,16 @@ __all__ = ["Bailing"]
 _ATTENTION = "model.layers.{i}.attention"
 
 
+class BailingConfig(ModelConfig, frozen=True, kw_only=True):
+    normalized_head: bool
+
+
 @register(
     BailingMoeForCausalLM="Ling-lite, Ling-plus, Ling-coder-lite, Ring-lite",
     BailingMoeV2ForCausalLM="Ling 2.0 and Ring 2.0: mini, flash, 1T",
 )
 class Bailing(DecoderLM):
+    config: BailingConfig
     weights = (
         LLAMA_WEIGHTS.without(
             "model.embed_tokens", *(f"model.layers.{{i}}.self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
@@ -65,11 +73,10 @@ class Bailing(DecoderLM):
     }
 
     @staticmethod
-    def configure(hf: HFConfig, architecture: str) -> ModelConfig:
+    def configure(hf: HFConfig, architecture: str) -> BailingConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("use_rmsnorm", True)
         hf.expect("use_sliding_window", False)
-        hf.expect("norm_head", False)
         hf.expect("norm_softmax", False)
         second = architecture.startswith("BailingMoeV2")
         hf.expect("score_function", "sigmoid" if second else "softmax")
@@ -88,11 +95,18 @@ class Bailing(DecoderLM):
             routing=grouped_routing(hf, "sigmoid" if second else "softmax", renormalize=False),
         )
         bias = hf.flag("use_bias", False)
-        return ModelConfig(
+        return BailingConfig(
             **fields,
+            normalized_head=hf.flag("norm_head", False),
             qkv_bias=bias or hf.flag("use_qkv_bias", False),
             out_bias=bias,
             qk_norm="head" if hf.flag("use_qk_norm", second) else None,
             experts=experts,
             extra_layers=hf.integer("num_nextn_predict_layers", 0, minimum=0),
         )
+
+    def output(self) -> nn.Module:
+        config = self.config
+        if config.normalized_head and not config.tied and config.has_head:
+            return NormalizedOutputEmbedding(config.hidden_size, config.vocab_size, axis=0)
+        return super().output()
