@@ -16,8 +16,9 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
 __all__ = ["LatentAttention"]
 
-EXPANDED_BYTES = 2**27
-"""Most memory of keys and values that prompts are expanded to. The warm-up measures steps without long contexts."""
+EXPANDED_BYTES = 2**29
+"""Most memory of keys and values that prompts are expanded to: contexts of 65,536 tokens at 16 heads of 256 numbers of
+16 bits."""
 
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever rms_norm_eps is."""
@@ -30,6 +31,8 @@ class LatentAttention(Layer):
     latents have `kv_rank` numbers. `q_rank`: queries go through a normed bottleneck of their own of so many. `bias` is
     that of the products with x and of the output's; `scale_queries` multiplies queries by the step's `query_scale`.
     """
+
+    context_bytes = EXPANDED_BYTES
 
     def __init__(
         self,

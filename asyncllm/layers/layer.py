@@ -24,6 +24,9 @@ PartKey = tuple[str, str | None, int | None]
 class Layer(nn.Module):
     """A module without hooks: calling it is calling `forward`."""
 
+    context_bytes = 0
+    """Most memory that a step takes for long contexts, which the steps of the warm-up have not."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 

@@ -309,6 +309,21 @@ def test_a_product_as_exact_as_float32_on_gpu(tokens: int, n: int, k: int) -> No
     assert_exact(tokens, n, k, with_bias=n == 8)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [13, 92553])
+def test_rows_of_an_uneven_number_of_results_on_gpu(features: int) -> None:
+    x = random(3, 70, 64, seed=fresh_seed(), dtype=torch.bfloat16, device="cuda")
+    weight = random(features, 64, seed=1, dtype=torch.bfloat16, device="cuda")
+    bias = random(features, seed=2, dtype=torch.bfloat16, device="cuda")
+    for own in (None, bias):
+        poison((210, features + 7), dtype=torch.bfloat16)
+        y = launchers.linear(x, weight, own)
+        assert_close(y.flatten(0, 1), expected(x.flatten(0, 1), weight, own))
+        out = torch.full_like(y, torch.nan)
+        assert launchers.linear(x, weight, own, out=out) is out
+        assert torch.equal(out, y)
+
+
 @interpreted
 def test_a_product_with_float32_of_other_tokens() -> None:
     weight = random(6, 40, seed=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense, fold_squares
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["AyaVisionConfig", "AyaVisionTower"]
 
@@ -60,12 +60,11 @@ class AyaVisionTower(PlannedTower):
         self.projector_2 = Dense(config.projector_size, hidden_size)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
-        return Shown((tiles.to(self.projector_1.weight.device),))
+        return Shown((upload_pixels(images, self.projector_1.weight),))
 
     def look(self, shown: Shown) -> Tensor:
         """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
-        x = self.encoder(shown.tensors[0].to(self.projector_1.weight.dtype), self.config.read_layers)
+        x = self.encoder(shown.tensors[0], self.config.read_layers)
         squares = fold_squares(x, self.config.fold).flatten(0, 1)
         up, gate = self.projector_1(squares if self.norm is None else self.norm(squares)).chunk(2, -1)
         projected: Tensor = self.projector_2(F.silu(gate) * up)

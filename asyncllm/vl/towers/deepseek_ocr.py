@@ -14,6 +14,7 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense, Table
 from asyncllm.vl.towers.sam import Convolution, SamConfig, SamEncoder, original_sam_weights
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["DeepseekOcrConfig", "DeepseekOcrTower"]
 
@@ -68,7 +69,7 @@ class DeepseekOcrTower(VisionTower):
         weight, side, tile = self.projector.weight, self.config.large.image_size, self.config.tile
         found = []
         for image in images:
-            numbers = torch.from_numpy(image.pixels).to(weight.device, weight.dtype)
+            numbers = upload_pixels([image], weight)
             whole, tiles = numbers[: 3 * side**2], numbers[3 * side**2 :]
             parts = [self._lines(self._features(whole.view(1, 3, side, side)), 1, 1), self.separator()[None]]
             if len(tiles):

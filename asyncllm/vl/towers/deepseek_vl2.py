@@ -13,6 +13,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, timm_weights
 from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["DeepseekVL2Config", "DeepseekVL2Tower"]
 
@@ -62,7 +63,8 @@ class DeepseekVL2Tower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight, encoder = self.projector_1.weight, self.config.encoder
         tiles = [torch.from_numpy(image.pixels) for image in images]
-        pixels = torch.cat(tiles)[..., : encoder.image_size, : encoder.image_size].to(weight.device, weight.dtype)
+        cut = torch.cat(tiles)[..., : encoder.image_size, : encoder.image_size]
+        pixels = upload(cut.to(weight.dtype), weight.device)
         squares = self._folded(self.encoder(pixels, encoder.num_layers))
         tokens = self.projector_2(F.gelu(self.projector_1(squares)))
         parts = torch.split(tokens, [len(each) for each in tiles])

@@ -22,6 +22,7 @@ from asyncllm.vl.towers.sam import (
     original_sam_weights,
     sam_weights,
 )
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["HybridConfig", "HybridTower"]
 
@@ -89,7 +90,7 @@ class HybridTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight, small, large = self.project.weight, self.config.small, self.config.large
-        numbers = torch.stack([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        numbers = upload_pixels(images, weight).view(len(images), -1)
         high = numbers[:, : 3 * large.image_size**2].view(-1, 3, large.image_size, large.image_size)
         low = numbers[:, 3 * large.image_size**2 :].view(-1, 3, small.image_size, small.image_size)
         seen = self.project_small(self.small(low, small.num_layers))

@@ -16,6 +16,7 @@ from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding
 from asyncllm.vl.towers.patches import PatchesConfig
 from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["DotsConfig", "DotsTower"]
 
@@ -81,7 +82,7 @@ class DotsTower(PlannedTower):
         grids = grids_of(images, merge)
         lengths = [rows * columns * merge**2 for rows, columns in grids]
         tensors = pixels_of(images, self.config.frames), square_places(grids, merge)
-        return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+        return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
 
     def look(self, shown: Shown) -> Tensor:
         config = self.config

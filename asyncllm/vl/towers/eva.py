@@ -14,6 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["EvaConfig", "EvaTower"]
 
@@ -110,7 +111,7 @@ class EvaTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight, side = self.projector.weight, self.config.side
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        pixels = upload_pixels(images, weight)
         x = self.patches.of_images(pixels)
         x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1) + self.positions()
         for layer in self.layers:

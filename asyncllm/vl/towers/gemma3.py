@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Table
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Gemma3TowerConfig", "Gemma3VisionTower"]
 
@@ -50,12 +50,11 @@ class Gemma3VisionTower(PlannedTower):
         self.projection = Table(config.encoder.hidden_size, hidden_size)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
-        return Shown((pixels.to(self.projection().device),))
+        return Shown((upload_pixels(images, self.projection()),))
 
     def look(self, shown: Shown) -> Tensor:
         table, side = self.projection(), self.config.encoder.side
-        x = self.encoder(shown.tensors[0].to(table.dtype), self.config.encoder.num_layers)
+        x = self.encoder(shown.tensors[0], self.config.encoder.num_layers)
         x = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), self.config.pool).flatten(2).transpose(1, 2)
         features: Tensor = self.norm(x.contiguous()) @ table
         return features.flatten(0, 1)

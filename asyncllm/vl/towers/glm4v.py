@@ -19,6 +19,7 @@ from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
 from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
@@ -87,7 +88,7 @@ class Glm4vTower(PlannedTower):
         lengths = [rows * columns * config.merge**2 for rows, columns in grids]
         sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * config.merge
         tensors = (pixels_of(images, config.frames), square_places(grids, config.merge), sizes)
-        return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+        return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
 
     def look(self, shown: Shown) -> Tensor:
         config, square = self.config, self.config.merge**2

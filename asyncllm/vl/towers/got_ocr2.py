@@ -11,6 +11,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.parts import Dense
 from asyncllm.vl.towers.sam import Convolution, SamConfig, SamEncoder, sam_weights
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["GotOcr2Config", "GotOcr2Tower"]
 
@@ -42,7 +43,7 @@ class GotOcr2Tower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector.weight
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        tiles = upload_pixels(images, weight)
         # One at a time, as scores are for all pairs of a picture's patches.
         features = torch.cat([self._features(each[None]) for each in tiles])
         return [part.flatten(0, 1) for part in torch.split(features, [len(image.pixels) for image in images])]

@@ -14,6 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["HdConfig", "HdTower"]
 
@@ -55,9 +56,8 @@ class HdTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector_1.weight
-        tiles = [torch.from_numpy(image.pixels) for image in images]
-        patches = self.encoder(torch.cat(tiles).to(weight.device, weight.dtype), self.config.read_layers)[:, 1:]
-        parts = torch.split(patches, [len(each) for each in tiles])
+        patches = self.encoder(upload_pixels(images, weight), self.config.read_layers)[:, 1:]
+        parts = torch.split(patches, [len(image.pixels) for image in images])
         joined = [self._joined(part, image.tiles) for part, image in zip(parts, images, strict=True)]
         features = self.projector_2(F.gelu(self.projector_1(torch.cat(joined))))
         return list(torch.split(features, [len(each) for each in joined]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, share_places
 from asyncllm.vl.towers.parts import Dense, fold_squares
+from asyncllm.vl.towers.uploads import upload, upload_pixels
 
 __all__ = ["Idefics3TowerConfig", "Idefics3VisionTower"]
 
@@ -41,13 +41,12 @@ class Idefics3VisionTower(PlannedTower):
         self.projector = Dense(config.encoder.hidden_size * config.fold**2, hidden_size, bias=False)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        device = self.projector.weight.device
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
-        return Shown((pixels.to(device), self._places().to(device)))
+        weight = self.projector.weight
+        return Shown((upload_pixels(images, weight), upload(self._places(), weight.device)))
 
     def look(self, shown: Shown) -> Tensor:
         (pixels, places), encoder, fold = shown.tensors, self.config.encoder, self.config.fold
-        x = self.encoder(pixels.to(self.projector.weight.dtype), encoder.num_layers, places)
+        x = self.encoder(pixels, encoder.num_layers, places)
         squares = fold_squares(x, fold)
         projected: Tensor = self.projector(squares)
         return projected.flatten(0, 1)

@@ -14,6 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation, fold_squares
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["InternVLConfig", "InternVLTower"]
 
@@ -122,8 +123,7 @@ class InternVLTower(PlannedTower):
         )
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
-        return Shown((tiles.to(self.projector_1.weight.device),))
+        return Shown((upload_pixels(images, self.projector_1.weight),))
 
     def look(self, shown: Shown) -> Tensor:
         """pixels [N, 3, size, size] -> [N * tokens, hidden]."""

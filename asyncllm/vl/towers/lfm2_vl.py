@@ -14,6 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, ColoursLast, clip_weights
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, TowerActivation
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Lfm2VLConfig", "Lfm2VLTower"]
 
@@ -66,7 +67,7 @@ class Lfm2VLTower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight, config = self.projector_1.weight, self.config
         shapes = [shape for image in images for shape in image.pictures]
-        patches = torch.cat([torch.from_numpy(image.pixels) for image in images]).flatten(1).to(weight.device)
+        patches = upload_pixels(images, weight).flatten(1)
         pictures = torch.split(patches, [rows * columns for rows, columns in shapes])
         found: list[Tensor] = [weight] * len(shapes)
         # Pictures of one shape, as tiles are, go together.

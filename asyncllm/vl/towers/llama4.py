@@ -15,6 +15,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
 from asyncllm.vl.towers.parts import Dense, Table, cut, fold_squares
 from asyncllm.vl.towers.qwen_vl import PatchBlock
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Llama4Tower", "Llama4TowerConfig"]
 
@@ -92,12 +93,11 @@ class Llama4Tower(PlannedTower):
         self.projector = Dense(width, hidden_size, bias=False)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images])
-        return Shown((tiles.to(self.projector.weight.device),))
+        return Shown((upload_pixels(images, self.projector.weight),))
 
     def look(self, shown: Shown) -> Tensor:
         """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
-        pixels = shown.tensors[0].to(self.projector.weight.dtype)
+        (pixels,) = shown.tensors
         x = self.patches(cut(pixels, self.config.patch_size))
         count, tokens = len(x), x.shape[1] + 1
         x = torch.cat([x, self.class_token().expand(count, 1, -1)], 1) + self.positions()

@@ -19,6 +19,7 @@ from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, timm_weights
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["LlavaConfig", "LlavaTower"]
 
@@ -110,7 +111,7 @@ class LlavaTower(VisionTower):
         parameter = self.projector_1.weight
         # Those of a video [1, frames, ...] are its frames.
         tiles = [torch.from_numpy(image.pixels).flatten(0, -4) for image in images]
-        features = self._features(torch.cat(tiles).to(parameter.device, parameter.dtype))
+        features = self._features(upload(torch.cat(tiles).to(parameter.dtype), parameter.device))
         return [
             self._joined(part, image)
             for part, image in zip(torch.split(features, [len(each) for each in tiles]), images, strict=True)

@@ -13,6 +13,7 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Table
 from asyncllm.vl.towers.resampler import Resampler, plane_waves, resampler_weights
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["MiniCPMVConfig", "MiniCPMVTower"]
 
@@ -64,7 +65,7 @@ class MiniCPMVTower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector.weight
         shapes = [shape for image in images for shape in image.pictures]
-        patches = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        patches = upload_pixels(images, weight)
         pictures = torch.split(patches, [rows * columns for rows, columns in shapes])
         features = patches.new_empty(len(shapes), self.config.num_queries, weight.shape[1])
         for shape in dict.fromkeys(shapes):

@@ -15,6 +15,7 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.convnext import ConvNextConfig, ConvNextEncoder, convnext_weights
 from asyncllm.vl.towers.parts import Dense
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["MiningConfig", "MiningTower"]
 
@@ -79,7 +80,7 @@ class MiningTower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         # One at a time: the large encoder's cells have thousands of channels.
         device = self.query.weight.device
-        return [self._features(torch.from_numpy(image.pixels).to(device)) for image in images]
+        return [self._features(upload(torch.from_numpy(image.pixels), device)) for image in images]
 
     def _features(self, pixels: Tensor) -> Tensor:
         """pixels [1, 3, size, size] -> [tokens, hidden]."""

@@ -15,6 +15,7 @@ from asyncllm.vl.processing.molmo import POOL, CropGrid
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, ColoursLast
 from asyncllm.vl.towers.parts import Dense, Table, fold_squares
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["MolmoConfig", "MolmoTower"]
 
@@ -89,7 +90,7 @@ class MolmoTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.down.weight
-        crops = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        crops = upload_pixels(images, weight)
         x = torch.cat([each[:, 1:] for each in self.encoder.several(crops, self.config.read_layers)], -1)
         x = x + self._padding(images, x)
         squares = fold_squares(x, POOL).view(-1, POOL**2, x.shape[-1])

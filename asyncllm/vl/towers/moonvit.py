@@ -15,6 +15,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.qwen_vl import PatchBlock, square_places
+from asyncllm.vl.towers.uploads import upload, upload_pixels
 
 __all__ = ["MoonViTConfig", "MoonViTTower"]
 
@@ -83,8 +84,8 @@ class MoonViTTower(VisionTower):
         config, device = self.config, self.projector_1.weight.device
         square, grids = config.merge**2, [shape for image in images for shape in image.pictures]
         squares = [(rows // config.merge, columns // config.merge) for rows, columns in grids]
-        places = square_places(squares, config.merge).flatten(0, 1).to(device)
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(device)
+        places = upload(square_places(squares, config.merge).flatten(0, 1), device)
+        pixels = upload_pixels(images, self.projector_1.weight)
         x = self.patches(pixels.flatten(1)) + self._positions(places, grids)
         rotation = self._rotation(places)
         whole = split_segments([rows * columns for rows, columns in grids], device)

@@ -15,6 +15,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import GATED, Attention, GatedMLP
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation, fold_squares
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Ovis2TowerConfig", "Ovis2VisionTower"]
 
@@ -81,7 +82,7 @@ class Ovis2VisionTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         table = self.words()
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(table.device, table.dtype)
+        tiles = upload_pixels(images, table)
         x = self.first_norm(self.patches.of_images(tiles)) + self.positions()
         for layer in self.layers:
             x = layer(x)

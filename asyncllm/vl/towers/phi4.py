@@ -13,6 +13,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, share_places
 from asyncllm.vl.towers.parts import Dense, Table, fold_squares
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Phi4VisionConfig", "Phi4VisionTower"]
 
@@ -73,7 +74,7 @@ class Phi4VisionTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector_1.weight
-        tiles = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        tiles = upload_pixels(images, weight)
         patches = self._patches(tiles, [part for image in images for part in self._filled(image)])
         squares = fold_squares(patches, FOLD)
         means = squares.view(*squares.shape[:2], FOLD**2, -1).mean(-2)

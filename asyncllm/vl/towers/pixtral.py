@@ -15,6 +15,7 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 from asyncllm.vl.towers.qwen_vl import PatchBlock
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["PixtralConfig", "PixtralTower"]
 
@@ -91,7 +92,7 @@ class PixtralTower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         config, device = self.config, self.projector_1.weight.device
         grids = [grid for image in images for grid in image.pictures]
-        pictures = [torch.from_numpy(image.pixels).to(device) for image in images]
+        pictures = [upload_pixels([image], self.projector_1.weight) for image in images]
         x = self.first_norm(torch.cat([self.patches.of_images(each)[0] for each in pictures]))
         rotation = self._rotation(grids, device)
         lengths = [rows * columns for rows, columns in grids]

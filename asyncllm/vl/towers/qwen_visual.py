@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.resampler import Resampler, resampler_weights
+from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["NUM_QUERIES", "QwenVisualConfig", "QwenVisualTower"]
 
@@ -86,7 +86,7 @@ class QwenVisualTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector.weight
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(weight.device, weight.dtype)
+        pixels = upload_pixels(images, weight)
         x = self.first_norm(self.patches.of_images(pixels) + self._stretched(self.positions()))
         for layer in self.layers:
             x = layer(x)

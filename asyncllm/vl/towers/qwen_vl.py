@@ -22,6 +22,7 @@ from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED, GatedMLP, JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 from asyncllm.vl.towers.patches import PatchesConfig
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = [
     "EPS",
@@ -100,7 +101,7 @@ class QwenVLTower(PlannedTower):
         whole = split_segments([rows * columns * square for rows, columns in grids], device)
         parts = split_segments([count * square for count in windows], device)
         pixels = pixels_of(images, self.config.frames)
-        return Shown(tuple(each.to(device) for each in (pixels, order, places)), (whole, parts))
+        return Shown(tuple(upload(each, device) for each in (pixels, order, places)), (whole, parts))
 
     def look(self, shown: Shown) -> Tensor:
         config, size, square = self.config, self.config.hidden_size, self.config.merge**2

@@ -17,6 +17,7 @@ from asyncllm.vl.tower import Shown
 from asyncllm.vl.towers.parts import Dense
 from asyncllm.vl.towers.patches import PatchesConfig
 from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, pixels_of, square_places
+from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["SquareMerger", "plain_blocks", "show_squares"]
 
@@ -44,7 +45,7 @@ def show_squares(images: Sequence[PromptImage], config: PatchesConfig, device: t
     lengths = [rows * columns * merge**2 for rows, columns in grids]
     sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * merge
     tensors = (pixels_of(images, config.frames), square_places(grids, merge), sizes)
-    return Shown(tuple(each.to(device) for each in tensors), (split_segments(lengths, device),))
+    return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
 
 
 class SquareMerger(Layer):

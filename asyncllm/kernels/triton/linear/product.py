@@ -105,14 +105,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
                 y = narrow(rows, weight, bias, config=config, out=into)
             return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
+    if _is_uneven(weight):
+        return _uneven(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
-    rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
-    if bias is None:
-        torch.mm(rows, weight.t(), out=into)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=into)
+    _multiply(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
     return out
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _is_uneven(weight: Tensor) -> bool:
+    """Return whether rows of results would not begin at multiples of 16 bytes."""
+    return weight.shape[0] % (16 // weight.itemsize) > 0
+
+
+def _uneven(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return `linear` with the results in longer rows first: cuBLAS writes such rows alone with its fast kernels, of
+    which a vocabulary of 92,553 tokens has none (256 rows of 4,096: 1.9 ms)."""
+    features = weight.shape[0]
+    rows = x.reshape(-1, x.shape[-1])
+    padded = rows.new_empty(rows.shape[0], features + -features % (16 // weight.itemsize))
+    _multiply(rows, weight, bias, padded[:, :features])
+    results = padded[:, :features].reshape(*x.shape[:-1], features)
+    return results if out is None else out.copy_(results)
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
