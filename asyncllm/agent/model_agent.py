@@ -39,7 +39,6 @@ from asyncllm.agent.step.tables import SlotTables, StepTensors
 from asyncllm.agent.warm_up import CapturedPart, filling, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
-from asyncllm.layers.layer import Layer
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, PrefillRow, StartTimes, StepOutput, SwapPlan
 
@@ -239,8 +238,6 @@ class ModelAgent:
             device=self._device,
         )
         reserve = measure_reserve(self.model, step, self._captured_parts(), self._streams.stream)
-        # Layers take it one after another.
-        reserve += max(layer.context_bytes for layer in self.model.modules() if isinstance(layer, Layer))
         if self._images is not None:
             reserve += self._images.measure(opened.path, config.hf_overrides)
         del step

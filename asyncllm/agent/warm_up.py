@@ -10,6 +10,7 @@ import torch
 
 from asyncllm import kernels
 from asyncllm.agent.device.graphs import StepGraphs
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
@@ -137,7 +138,9 @@ def measure_reserve(
         graph_bytes += (free - _free_bytes()) * (len(part.sizes) - 1)
     del graphs
     torch.cuda.empty_cache()
-    return int(1.1 * step_bytes) + graph_bytes + SAFETY_BYTES
+    # Layers take it one after another.
+    context_bytes = max(layer.context_bytes for layer in model.modules() if isinstance(layer, Layer))
+    return int(1.1 * step_bytes) + graph_bytes + context_bytes + SAFETY_BYTES
 
 
 def _free_bytes() -> int:
