@@ -14,10 +14,11 @@ Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
-def flat_qwen(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+def flat(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """The decoder's entries beside the tower's."""
     text = fields.pop("text_config")
     rope = text.pop("rope_parameters")
-    text["rope_theta"] = rope["rope_theta"]
+    text |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     fields["torch_dtype"] = fields.pop("dtype")
     return {**text, **fields}, tensors
@@ -300,9 +301,7 @@ def guessing_exaone(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
 
 
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
-    ("qwen2_vl", flat_qwen, None),
-    ("qwen2_5_vl", flat_qwen, None),
-    ("paddleocr_vl", flat_qwen, None),
+    *((kind, flat, None) for kind in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm4v")),
     ("llava", moved_llava, None),
     ("llava", old_llava, None),
     ("lfm2_vl", old_llava, None),

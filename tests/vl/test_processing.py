@@ -223,6 +223,41 @@ def test_bounds_of_pixels() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("qwen2_vl", {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 64, "longest_edge": 4096}}),
+        ("qwen2_vl", {"min_pixels": 64, "max_pixels": 4096, "size": {"shortest_edge": None, "longest_edge": None}}),
+        ("qwen2_vl", {"min_pixels": None, "max_pixels": None, "size": {"min_pixels": 64, "max_pixels": 4096}}),
+        ("llava", {"image_mean": [0, 0, 0], "image_std": [1, 1, 1]}),
+        ("llava", {"resample": None, "rescale_factor": None, "do_rescale": None, "image_mean": None}),
+    ],
+)
+def test_spellings_of_settings(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    """What is null is absent, and whole numbers are numbers."""
+    source = folder_of(kind)
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    plain = {**fields, "min_pixels": 64, "max_pixels": 4096} if kind == "qwen2_vl" else fields
+    if None not in changed.values():
+        plain |= {key: [float(each) for each in value] for key, value in changed.items() if key.startswith("image")}
+    prepared = []
+    for number, each in enumerate((plain, {**fields, **changed})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text((source / "config.json").read_text())
+        (folder / "preprocessor_config.json").write_text(json.dumps(each))
+        processor = open_processor(folder)
+        assert processor is not None
+        prepared.append(processor.prepare(picture(1, 200, 90), {}))
+    assert prepared[0].length == prepared[1].length
+    assert np.array_equal(prepared[0].pixels, prepared[1].pixels)
+
+
+def test_bars_have_the_mean_colour() -> None:
+    assert PictureSettings({}, "x", mean=(0.5, 0.5, 0.5)).background == (127, 127, 127)
+    assert PictureSettings({"image_mean": [0.48145466, 0.4578275, 0.40821073]}, "x").background == (122, 116, 104)
+
+
+@pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
         ({"resample": 77}, InvalidCheckpoint, "filters"),

@@ -4,14 +4,22 @@ GLM-OCR."""
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
+from asyncllm.models.vision.parts import (
+    TOWER_ACTIVATIONS,
+    Composed,
+    axes_of,
+    part_of,
+    square_of,
+    text_of,
+    with_text,
+)
 from asyncllm.vl.towers.glm4v import Glm4vConfig
 
 __all__ = ["read_glm4v", "read_glm_ocr"]
 
 
 def read_glm4v(hf: HFConfig) -> Composed:
-    text, _ = text_of(hf)
+    text, _ = text_of(with_text(hf, "glm4v_text"))
     text.expect("model_type", "glm4v_text", "glm4v_moe_text")
     sparse = text.fields.get("model_type", hf.fields.get("model_type")) in ("glm4v_moe", "glm4v_moe_text")
     rope = text.fields.get("rope_parameters") or text.fields.get("rope_scaling") or {}

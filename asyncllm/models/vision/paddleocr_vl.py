@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, text_of, without
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, text_of, with_text
 from asyncllm.vl.towers.paddleocr_vl import PaddleOCRVLConfig
 
 __all__ = ["read_paddleocr_vl"]
@@ -19,9 +19,7 @@ _TEXT = {
 
 
 def read_paddleocr_vl(hf: HFConfig) -> Composed:
-    if hf.fields.get("text_config") is None:
-        # Published files have the decoder's entries beside the tower's.
-        hf = hf.changed({"text_config": without(hf, "vision_config").fields})
+    hf = with_text(hf, "paddleocr_vl")
     text, _ = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
     absent = {key: value for key, value in _TEXT.items() if text.fields.get(key) is None}
     bias = text.flag("use_bias", False)

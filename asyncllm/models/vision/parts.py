@@ -19,6 +19,7 @@ __all__ = [
     "part_of",
     "square_of",
     "text_of",
+    "with_text",
     "without",
 ]
 
@@ -88,6 +89,15 @@ def without(hf: HFConfig, key: str) -> HFConfig:
         session_len=hf.session_len,
         rope_scaling_factor=hf.rope_scaling_factor,
     )
+
+
+def with_text(hf: HFConfig, model_type: str) -> HFConfig:
+    """Return a file that has its decoder's entries beside the tower's, as first published, as one with a `text_config`
+    of this type; one that has that as it is."""
+    if hf.fields.get("text_config") is not None:
+        return hf
+    kept = {key: value for key, value in hf.fields.items() if key != "vision_config"}
+    return hf.changed({"text_config": {**kept, "model_type": model_type}})
 
 
 def text_of(hf: HFConfig) -> tuple[HFConfig, str]:

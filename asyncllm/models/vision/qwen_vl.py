@@ -8,7 +8,15 @@ from collections.abc import Callable
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, square_of, text_of
+from asyncllm.models.vision.parts import (
+    TOWER_ACTIVATIONS,
+    Composed,
+    axes_of,
+    part_of,
+    square_of,
+    text_of,
+    with_text,
+)
 from asyncllm.vl.towers.qwen3_vl import Qwen3VLConfig
 from asyncllm.vl.towers.qwen_vl import QwenVLConfig
 
@@ -16,10 +24,7 @@ __all__ = ["read_exaone4_5", "read_omni", "read_qwen3_5", "read_qwen3_vl", "read
 
 
 def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
-    if hf.fields.get("text_config") is None:
-        # Published files have the decoder's entries beside the tower's.
-        kept = {key: value for key, value in hf.fields.items() if key != "vision_config"}
-        hf = hf.changed({"text_config": {**kept, "model_type": "qwen2"}})
+    hf = with_text(hf, "qwen2")
     text, _ = text_of(hf)
     text, axes = axes_of(text)
     return Composed(text, "Qwen2ForCausalLM", _patches_tower(part_of(hf, "vision_config"), gated=gated), axes)

@@ -47,10 +47,9 @@ class DynamicProcessor(ImageProcessor):
         self.patch = settings.integer("patch_size", 14, maximum=1024)
         self.merge = settings.integer("merge_size", 2, maximum=64)
         size = settings.fields.get("size") or {}
-        least = size.get("shortest_edge", size.get("min_pixels", 56 * 56))
-        most = size.get("longest_edge", size.get("max_pixels", 28 * 28 * 1280))
-        bounds = PictureSettings({"min_pixels": least, "max_pixels": most, **settings.fields}, settings.where)
-        self._min_pixels, self._max_pixels = bounds.integer("min_pixels", 1), bounds.integer("max_pixels", 1)
+        least = size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
+        most = size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
+        self._min_pixels, self._max_pixels = settings.integer("min_pixels", least), settings.integer("max_pixels", most)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, "min_pixels", "max_pixels")

@@ -48,55 +48,55 @@ class PictureSettings:
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if fields.get(key, True) not in (True, None):
                 raise UnsupportedModel(f"{where}: {key} = {short(fields[key])} is not implemented. Set it to true.")
-        chosen = fields.get("resample", resample)
+        chosen = self._given("resample", resample)
         if chosen not in list(Image.Resampling):
             self._refuse("resample", "which is none of Pillow's filters")
         self.resample = Image.Resampling(chosen)
-        scale = fields.get("rescale_factor", 1 / 255)
-        if not isinstance(scale, float) or not 0 < scale <= 1:
+        self.scale = self.number("rescale_factor", 1 / 255)
+        if self.scale > 1:
             self._refuse("rescale_factor", "where a number up to 1 belongs")
-        self.scale = scale
         self.mean, self.std = self._colours("image_mean", mean), self._colours("image_std", std)
         if not self.std.all():
             self._refuse("image_std", "which may not be 0")
 
     def _colours(self, key: str, default: tuple[float, ...]) -> Pixels:
-        value = self.fields.get(key, default)
-        if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(each, float) for each in value):
+        value = self._given(key, default)
+        numbers = isinstance(value, list | tuple) and all(type(each) in (int, float) for each in value)
+        if not numbers or len(value) != 3:
             self._refuse(key, "where three numbers belong")
         return np.array(value, np.float32)
 
     @property
     def background(self) -> tuple[int, int, int]:
         """The mean colour as bytes."""
-        red, green, blue = (int(each * 255) for each in self.fields.get("image_mean", CLIP_MEAN))
+        red, green, blue = (int(each * 255) for each in self.mean)
         return red, green, blue
 
     def integer(self, key: str, default: int, *, maximum: int = 2**31) -> int:
         """Return a positive integer. Raises InvalidCheckpoint."""
-        value = default if self.fields.get(key) is None else self.fields[key]
+        value = self._given(key, default)
         if type(value) is not int or not 1 <= value <= maximum:
             self._refuse(key, f"where an integer from 1 to {maximum} belongs")
         return int(value)
 
     def longest(self, key: str, default: int) -> int:
         """Return the length of an image's longer side: `longest_edge` of an object."""
-        value = self.fields.get(key)
-        value = default if value is None else value.get("longest_edge") if isinstance(value, dict) else value
+        value = self._given(key, default)
+        value = value.get("longest_edge") if isinstance(value, dict) else value
         if type(value) is not int or not 1 <= value <= 2**14:
             self._refuse(key, "where the length of the longer side belongs")
         return int(value)
 
     def number(self, key: str, default: float) -> float:
         """Return a positive number. Raises InvalidCheckpoint."""
-        value = default if self.fields.get(key) is None else self.fields[key]
+        value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self._refuse(key, "where a positive number belongs")
         return float(value)
 
     def side(self, key: str, default: int) -> int:
         """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`."""
-        value = self.fields.get(key, default)
+        value = self._given(key, default)
         if isinstance(value, dict):
             sides = {value[name] for name in ("shortest_edge", "height", "width") if value.get(name) is not None}
             value = sides.pop() if len(sides) == 1 else None
@@ -115,6 +115,10 @@ class PictureSettings:
             plane -= self.mean[colour]
             plane /= self.std[colour]
         return values
+
+    def _given(self, key: str, default: Any) -> Any:
+        """Return an entry; null is what absent is."""
+        return default if self.fields.get(key) is None else self.fields[key]
 
     def _refuse(self, key: str, what: str) -> NoReturn:
         raise InvalidCheckpoint(f"{self.where}: {key} = {short(self.fields.get(key))}, {what}. Correct the file.")
