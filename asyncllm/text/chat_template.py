@@ -15,9 +15,9 @@ from asyncllm.config import Capability, ChatTemplateConfig
 from asyncllm.config.chat_template import PARTS
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
-from asyncllm.text.image_marks import parts_of
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
+from asyncllm.text.part_contents import PartContents
 from asyncllm.text.templates import AHEAD_OF_CHECKPOINTS, MODELS, builtin_name
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tool_history import ToolHistory
@@ -332,16 +332,16 @@ class _JinjaRenderer:
     """A Jinja template, with what `transformers` does around it."""
 
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
-        self._template = template
+        self._template: JinjaTemplate | PartContents = template
         self.variables = template.options
         self.source: str | None = template.source
         self.reads_tools = template.reads_tools
         self._meta_instruction = meta_instruction
         self._tool_history = ToolHistory(template)
-        self._takes_parts = False
         if not self._writes(PROBE):
-            self._takes_parts = True
-            self._takes_parts = self._writes(PROBE)
+            self._template = PartContents(template)
+            if not self._writes(PROBE):
+                self._template = template
         self.end_of_turn = self._end_of_turn(special)
         """The special token that the template writes behind an answer. Not every checkpoint lists it as an end."""
 
@@ -355,8 +355,6 @@ class _JinjaRenderer:
 
     def _write(self, messages: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]) -> str:
         """Return the text of messages, whose contents are texts."""
-        if self._takes_parts:
-            messages = [{**each, "content": parts_of(each["content"] or "")} for each in messages]
         return self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
 
     def _writes(self, content: str) -> bool:

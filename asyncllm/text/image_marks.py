@@ -18,10 +18,12 @@ __all__ = [
     "IMAGE_PARTS",
     "IMAGE_TOKEN",
     "INDEX_MARK",
+    "KINDS",
     "MAX_FRAMES",
     "MAX_IMAGES",
     "NUMBER_MARK",
     "OPTIONS",
+    "OWN_END",
     "VIDEO_MARK",
     "VIDEO_OPTIONS",
     "VIDEO_PARTS",
@@ -49,6 +51,11 @@ NUMBER_MARK = f"{secrets.randbits(128):039d}"
 
 VIDEO_MARK = f"{secrets.randbits(128):039d}"
 """The mark of a video in a text."""
+OWN_END = f"{secrets.randbits(128):039d}"
+"""The end of what a chat template itself writes for the image or video whose mark stands before it."""
+
+KINDS: Mapping[str, str] = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+"""Mark -> type of the part that it stands for."""
 
 MAX_IMAGES = 256
 """Most images of a prompt."""
@@ -62,7 +69,7 @@ VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 """Keys of a part that describe its image, besides its source."""
 
 
-_MARKS = frozenset({IMAGE_MARK, VIDEO_MARK})
+_MARKS = frozenset(KINDS)
 _ANY_MARK = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
 
 
@@ -124,14 +131,15 @@ def with_numbers(text: str, index: int) -> str:
     return text.replace(INDEX_MARK, str(index)).replace(NUMBER_MARK, str(index + 1))
 
 
-def split_marks(text: str) -> list[str]:
-    """Return the texts between the marks of images and videos."""
-    return _ANY_MARK.split(text)
+def split_marks(text: str) -> list[tuple[str, str]]:
+    """Return the texts before and behind the marks of images and videos, each with what the chat template itself writes
+    for the image before it."""
+    pieces = (piece.rpartition(OWN_END) for piece in _ANY_MARK.split(text))
+    return [(own, behind) for own, _, behind in pieces]
 
 
-def parts_of(text: str) -> list[dict[str, str]]:
-    """Return a marked text as parts, for a template that reads contents only in this form."""
-    kinds = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
+def parts_of(text: str, kinds: Mapping[str, str] = KINDS) -> list[dict[str, str]]:
+    """Return a marked text as parts, of which those of `kinds` are no texts."""
     pieces = re.split(f"({_ANY_MARK.pattern})", text)
     return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in pieces if each]
 

@@ -12,7 +12,15 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm import (
+    AsyncEngine,
+    ChatTemplateConfig,
+    EngineConfig,
+    GenerationConfig,
+    InvalidMessage,
+    InvalidParameter,
+    UnsupportedFeature,
+)
 from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl import IMAGE_TOKEN
@@ -52,6 +60,25 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def message(text: str, *images: Image.Image) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = [{"type": "image_data", "image_data": {"data": image}} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "ovis2", "aya_vision", "pixtral"])
+async def test_templates_of_parts_have_the_familys_places(kind: str) -> None:
+    """What stands for one image there is one token, in the place of which the family has rows and columns of them."""
+    sources = ("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}", PARTS)
+    ids = []
+    for source in sources:
+        template = ChatTemplateConfig(chat_template=source)
+        async with AsyncEngine(str(folder_of(kind)), config(), chat_template_config=template) as engine:
+            ids.append(await engine.encode(message("what?", picture(1, 90, 60), picture(2))))
+    assert ids[0] == ids[1]
+    assert len(ids[0]) > 20
 
 
 async def test_equal_images_share_blocks_and_others_never(engine: AsyncEngine, encoded: list[int]) -> None:

@@ -116,12 +116,15 @@ class ImageInput:
         return options
 
     def written(self, text: str, images: Sequence[PromptImage]) -> str:
-        """Return a text with the family's placeholders in place of the marks."""
+        """Return a text with the family's placeholders in place of the marks. What the template writes itself stays if
+        it differs in blanks alone."""
         if self._processor is None:
             return text
-        usual, pieces = self._processor.placeholder, split_marks(text)
-        texts = [image.text or usual for image in images] + [usual] * (len(pieces) - 1 - len(images))
-        return "".join([pieces[0], *(each for pair in zip(texts, pieces[1:], strict=False) for each in pair)])
+        usual, ((_, first), *others) = self._processor.placeholder, split_marks(text)
+        texts = [image.text or usual for image in images] + [usual] * (len(others) - len(images))
+        pairs = zip(texts, others, strict=False)
+        kept = [(own if own.strip() == text.strip() else text) + behind for text, (own, behind) in pairs]
+        return "".join([first, *kept])
 
     def placed(
         self, known: Sequence[int], ids: Sequence[int], images: Sequence[PromptImage]
