@@ -6,16 +6,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.text.checkpoint_files import read_json_object
 
 __all__ = ["added_tokens", "image_token", "stand_in", "standing", "token_id_of", "token_of"]
 
 
+class _Token(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Pipeline(msgspec.Struct):
+    """What is read of a tokenizer.json."""
+
+    added_tokens: list[_Token] = []
+
+
 def added_tokens(folder: Path) -> Mapping[Any, Any]:
-    """Return the ids of the tokenizer's added tokens by their texts."""
+    """Return the ids of the tokenizer's added tokens by their texts. Raises InvalidCheckpoint."""
     added = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     known: dict[Any, Any] = {each.get("content"): number for number, each in added.items() if isinstance(each, dict)}
+    file = folder / "tokenizer.json"
+    if not known and file.is_file():
+        # As in the folders of Janus, and in those that transformers 5 writes.
+        try:
+            pipeline = msgspec.json.decode(file.read_bytes(), type=_Pipeline)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidCheckpoint(f"{file} is damaged ({error}). Download it again.") from None
+        known = {token.content: token.id for token in pipeline.added_tokens}
     return known | read_json_object(folder / "added_tokens.json")
 
 

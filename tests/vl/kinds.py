@@ -204,12 +204,12 @@ _GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 
 
 def _onevision() -> Kind:
-    """So few patches of all tiles that those of large images are shrunk."""
+    """So few patches of all tiles that those of large images are shrunk, and pixels that belong to no patch."""
     from transformers import LlavaOnevisionConfig
 
-    tower = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    tower = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 30}
     del tower["projection_dim"]
-    pinpoints = [[28 * rows, 28 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    pinpoints = [[30 * rows, 30 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
     config = LlavaOnevisionConfig(
         vision_config=tower,
         text_config={**TEXT, "model_type": "qwen2"},
@@ -220,7 +220,7 @@ def _onevision() -> Kind:
     )
     pictures = {
         "image_processor_type": "LlavaOnevisionImageProcessor",
-        "size": {"height": 28, "width": 28},
+        "size": {"height": 30, "width": 30},
         "image_grid_pinpoints": pinpoints,
         "image_mean": CLIP_PICTURES["image_mean"],
         "image_std": CLIP_PICTURES["image_std"],
@@ -305,8 +305,8 @@ _IDEFICS3_TOKENS = [
 ]
 _IDEFICS3_PICTURES = {
     "image_processor_type": "Idefics3ImageProcessor",
-    "size": {"longest_edge": 84},
-    "max_image_size": {"longest_edge": 42},
+    "size": {"longest_edge": 88},
+    "max_image_size": {"longest_edge": 44},
     "resample": 1,
     "do_image_splitting": True,
     "do_pad": True,
@@ -318,7 +318,7 @@ _IDEFICS3_PICTURES = {
 def _idefics3_fields() -> dict[str, Any]:
     tower = {key: value for key, value in CLIP.items() if key not in ("model_type", "projection_dim")}
     return {
-        "vision_config": {**tower, "image_size": 42},
+        "vision_config": {**tower, "image_size": 44},
         "text_config": {**TEXT, "model_type": "llama"},
         "image_token_id": IMAGE_ID,
         "scale_factor": 2,

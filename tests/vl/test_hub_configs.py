@@ -1,6 +1,6 @@
 """Published vision-language models, of which `hub_configs.jsonl` has the entries of config.json as the hub has them,
-how many parameters they have and for how many positions. The counts of those with CLIP's tower are less its last norm
-(2,048), which nothing reads; factors of long contexts are ones there."""
+how many parameters they have and for how many positions. The counts of LLaVA's and its like are less the tower's last
+norm (2,048 or 2,304), which nothing reads; factors of long contexts are ones there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncllm import InvalidCheckpoint
 from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, read_config
 from asyncllm.models.vision_language import composed
@@ -56,6 +57,22 @@ def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path: Pat
     assert open_processor(tmp_path) is not None
     rendered = ChatTemplate.open(tmp_path).render([{"role": "user", "content": "what?"}])
     assert "<|User|>: what?" in rendered
+
+
+def test_tokens_of_images_are_known_to_the_tokenizer_alone(tmp_path: Path) -> None:
+    """Janus' tokenizer_config.json has no table of added tokens, and neither have files that transformers 5 writes."""
+    shutil.copytree(folder_of("janus"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    fields = json.loads(file.read_text())
+    del fields["added_tokens_decoder"]
+    file.write_text(json.dumps(fields))
+    own, known = open_processor(tmp_path), open_processor(folder_of("janus"))
+    assert own is not None
+    assert known is not None
+    assert (own.before, own.after) == (known.before, known.after)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidCheckpoint, match=r"tokenizer\.json is damaged"):
+        open_processor(tmp_path)
 
 
 def test_an_early_internvl_shows_one_picture(tmp_path: Path) -> None:

@@ -198,16 +198,16 @@ async def test_a_video_over_http() -> None:
 
 async def test_a_frame_of_onevision_has_a_quarter_of_the_tokens() -> None:
     """Its features are shrunk, and one token is behind those of all frames."""
-    folder, frames = folder_of("onevision"), frames_of(3, size=(28, 28))
+    folder, frames = folder_of("onevision"), frames_of(3, size=(30, 30))
     async with AsyncEngine(str(folder), CONFIG) as engine:
-        prompt = asked(frames, {"type": "image", "image": picture(1, 28, 28)})
+        prompt = asked(frames, {"type": "image", "image": picture(1, 30, 30)})
         (ids,) = await engine.encode([prompt])  # type: ignore[list-item, misc]
         answer = await engine.generate(prompt, GREEDY)
         engine.check_idle()
     assert isinstance(ids, list)
     assert ids.count(IMAGE_ID + 1) == 3 * 4 + 1
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    pictures = image_processor_of(folder)([picture(1, 28, 28)], return_tensors="pt")
+    pictures = image_processor_of(folder)([picture(1, 30, 30)], return_tensors="pt")
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
     shown = (np.stack([np.asarray(frame) for frame in frames]) / 255 - mean) / std
 

@@ -68,7 +68,7 @@ def read_deepseek_vl2(hf: HFConfig) -> Composed:
             intermediate_size=int(width * part.number("mlp_ratio", 4.0)),
             num_layers=part.integer("layers", 24),
             num_heads=heads,
-            image_size=size // patch * patch,
+            image_size=size,
             patch_size=patch,
             eps=1e-6,
             activation="gelu_tanh",

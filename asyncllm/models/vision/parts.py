@@ -126,9 +126,9 @@ def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) 
     part.expect("num_channels", 3)
     size, patch = part.integer("image_size", 224), part.integer("patch_size", 32 if clip else 16)
     hidden, heads = part.integer("hidden_size", 768), part.integer("num_attention_heads", 12)
-    if size % patch or hidden % heads:
+    if size < patch or hidden % heads:
         part.invalid(
-            "patch_size" if size % patch else "num_attention_heads", "which does not divide what it is a part of"
+            "patch_size" if size < patch else "num_attention_heads", "which does not divide what it is a part of"
         )
     return ClipConfig(
         hidden_size=hidden,

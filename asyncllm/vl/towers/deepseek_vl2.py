@@ -63,8 +63,7 @@ class DeepseekVL2Tower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight, encoder = self.projector_1.weight, self.config.encoder
         tiles = [torch.from_numpy(image.pixels) for image in images]
-        cut = torch.cat(tiles)[..., : encoder.image_size, : encoder.image_size]
-        pixels = upload(cut.to(weight.dtype), weight.device)
+        pixels = upload(torch.cat(tiles).to(weight.dtype), weight.device)
         squares = self._folded(self.encoder(pixels, encoder.num_layers))
         tokens = self.projector_2(F.gelu(self.projector_1(squares)))
         parts = torch.split(tokens, [len(each) for each in tiles])

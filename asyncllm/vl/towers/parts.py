@@ -38,9 +38,11 @@ ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 def cut(pixels: Tensor, size: int) -> Tensor:
     """Return pixels [N, channels, height, width] as square patches of this size, row by row
-    [N, patches, channels * size * size]."""
+    [N, patches, channels * size * size]. What is left at the right and below belongs to none."""
     count, channels, height, width = pixels.shape
-    squares = pixels.view(count, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
+    rows, columns = height // size, width // size
+    whole = pixels[..., : rows * size, : columns * size]
+    squares = whole.reshape(count, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
     return squares.reshape(count, -1, channels * size * size)
 
 
