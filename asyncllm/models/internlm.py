@@ -1,4 +1,4 @@
-"""InternLM, InternLM3 and Seed-OSS: Llama under other keys of config.json."""
+"""InternLM, openPangu, InternLM3 and Seed-OSS: Llama under other keys of config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.models.registry import register
 __all__ = ["InternLM", "InternLM3", "SeedOss"]
 
 
-@register(InternLMForCausalLM="InternLM 7B, 20B")
+@register(InternLMForCausalLM="InternLM 7B, 20B", PanguEmbeddedForCausalLM="openPangu Embedded 7B")
 class InternLM(Llama):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:

@@ -72,6 +72,9 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "MiniMaxForCausalLM": Refused("MiniMax-Text-01, M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM1ForCausalLM": Refused("MiniMax-M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxText01ForCausalLM": Refused("MiniMax-Text-01", _LIGHTNING, "MiniMaxM2ForCausalLM"),
+    "MixFormerSequentialForCausalLM": Refused(
+        "the first files of Phi-1, Phi-1.5 and Phi-2", "its names are not read", "PhiForCausalLM"
+    ),
     "MllamaForCausalLM": Refused("Llama 3.2 Vision, text", "it attends to images besides", "LlamaForCausalLM"),
     "ModernBertDecoderForCausalLM": Refused(
         "Ettin decoders", "its gates and norms are not written yet", "Gemma3ForCausalLM"
@@ -81,8 +84,8 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "OuroForCausalLM": Refused(
         "Ouro 1.4B, 2.6B", "layers that run several times are not written yet", "LlamaForCausalLM"
     ),
-    "PanguEmbeddedForCausalLM": Refused("openPangu Embedded", _NO_ORACLE, "LlamaForCausalLM"),
     "PanguUltraMoEForCausalLM": Refused("openPangu Ultra", _NO_ORACLE, "DeepseekV3ForCausalLM"),
+    "Phi3SmallForCausalLM": Refused("Phi-3-small", "its attention to blocks is not written yet", "Phi3ForCausalLM"),
     "Plamo2ForCausalLM": Refused("PLaMo 2", _NO_ORACLE, "BambaForCausalLM"),
     "Plamo3ForCausalLM": Refused("PLaMo 3", _NO_ORACLE, "Gemma3ForCausalLM"),
     "RecurrentGemmaForCausalLM": Refused(

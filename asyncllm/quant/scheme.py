@@ -21,8 +21,14 @@ _Class = TypeVar("_Class", bound="type[Scheme]")
 
 _SCHEMES: dict[str, type[Scheme]] = {}
 
-_BY_KEY: Mapping[str, str] = {"config_groups": "compressed-tensors", "quantization": "modelopt"}
+_BY_KEY: Mapping[str, str] = {
+    "quant_algo": "modelopt",
+    "config_groups": "compressed-tensors",
+    "quantization": "modelopt",
+}
 """Entry of settings without a `quant_method` -> the method."""
+
+_INSTEAD = "Use the model's own checkpoint in bfloat16, which asyncllm lite quantizes."
 
 
 class Scheme(ABC):
@@ -71,6 +77,11 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
     `model_format` is the engine's setting: None to believe the checkpoint, "hf" for plain weights, or the name of the
     scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
     """
+    if config.get("quantization") is not None:
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: quantization = {short(config['quantization'])} is MLX's, which is not "
+            f"implemented. {_INSTEAD}"
+        )
     settings = QuantSettings.find(config, folder)
     if settings is None:
         at_load = schemes().get(f"{model_format} at load")
@@ -98,7 +109,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None)
     if scheme is None:
         known = [each for each in schemes() if " " not in each]
         raise UnsupportedModel(
-            f"{settings.source}: quant_method = {short(name)} is not implemented. Use the model's own checkpoint in "
-            f"bfloat16, which asyncllm lite quantizes, or one in {', '.join(known)}."
+            f"{settings.source}: quant_method = {short(name)} is not implemented. {_INSTEAD} Those in "
+            f"{', '.join(known)} are read too."
         )
     return scheme.read(settings)

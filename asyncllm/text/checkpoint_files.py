@@ -20,6 +20,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
 """Code Llama's."""
 END_OF_INFILLING = "\u2581<EOT>"
+CHATGLM_TURNS = ("<|user|>", "<|observation|>")
+"""What ChatGLM3 writes where it hands over to the user or to a tool."""
 MAX_TOKEN_ID = 2**24 - 1
 """Highest id of a token. Tables have an entry for each id, so a damaged id must not decide on their size."""
 
@@ -134,15 +136,16 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def eos_token_ids(self, lookup: Callable[[str], int | None]) -> tuple[int, ...]:
         """Return the ids that end an answer: generation_config.json's, then tokenizer_config.json's, then config.json's
-        if the first file names none, then Code Llama's end of an infilled text, which no file names. Where only one id
-        can be given, it is the first."""
+        if the first file names none, then what ends an answer and no file names: Code Llama's end of an infilled text,
+        ChatGLM3's next turns. Where only one id can be given, it is the first."""
         stated = _ids(self.generation, "eos_token_id", "generation_config.json")
         named = self.named_id("eos_token", lookup)
         found = dict.fromkeys(stated if named is None else (*stated, named))
         if not stated:
             found |= dict.fromkeys(self._model_ids("eos_token_id"))
-        infilled = lookup(END_OF_INFILLING)
-        return tuple(found if infilled is None else {**found, infilled: None})
+        turns = CHATGLM_TURNS if self.tokenizer.get("tokenizer_class") == "ChatGLMTokenizer" else ()
+        unnamed = (lookup(text) for text in (END_OF_INFILLING, *turns))
+        return tuple({**found, **{id_: None for id_ in unnamed if id_ is not None}})
 
     def named_id(self, name: str, lookup: Callable[[str], int | None]) -> int | None:
         """Return the id of a named token such as "eos_token"; None if there is none."""

@@ -31,13 +31,15 @@ class TokenizerJson:
     def open(cls, path: Path, settings: TokenSettings) -> TokenizerJson:
         """Read a tokenizer.json. Raises InvalidCheckpoint for a file that is unreadable or damaged."""
         try:
-            tokenizer = HubTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every kind of damage
+            return cls(HubTokenizer.from_file(str(path)), path, settings)
+        except Exception as error:
+            # The library raises bare Exception for every kind of damage, of which it finds some only as it encodes.
+            if type(error) is not Exception:
+                raise
             raise InvalidCheckpoint(
                 f"{path} is not a tokenizer that `tokenizers` can read: {error}. "
                 f"The file is truncated, damaged, or of a newer format; download it again or upgrade `tokenizers`."
             ) from None
-        return cls(tokenizer, path, settings)
 
     def __init__(self, tokenizer: HubTokenizer, path: Path, settings: TokenSettings) -> None:
         """`tokenizer`: the pipeline of the file `path`. Raises InvalidCheckpoint if settings contradict it."""

@@ -381,6 +381,11 @@ REFUSED: dict[str, tuple[Format | Eight, dict[str, Any], str]] = {
         {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"},
         "'bitsandbytes'.*bfloat16",
     ),
+    "ModelOpt's NVFP4 without the method's name": (
+        fp8("tensor"),
+        {"quant_method": None, "config_groups": {"group_0": {}}, "quant_algo": "NVFP4"},
+        "quant_algo = 'NVFP4'",
+    ),
     "activations with zero points": (
         eight("int8", "channel"),
         {
@@ -411,4 +416,15 @@ def test_what_is_refused_is_named(dense: Path, tmp_path: Path) -> None:
     for fmt, changes, says in REFUSED.values():
         write_config(folder, {**fmt.config, **changes})
         with pytest.raises(UnsupportedModel, match=says):
+            read_config(folder)
+
+
+def test_mlx_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
+    """Its files say `quantization`, newer ones also quantization_config, without a method."""
+    settings = {"group_size": 64, "bits": 4}
+    folder = write(dense, tmp_path / "model", gptq(4, 64))
+    fields = json.loads((folder / "config.json").read_text())
+    for own in ({"quantization_config": None}, {"quantization_config": settings}):
+        (folder / "config.json").write_text(json.dumps({**fields, **own, "quantization": settings}))
+        with pytest.raises(UnsupportedModel, match=r"quantization = .*MLX.*bfloat16"):
             read_config(folder)

@@ -386,6 +386,11 @@ def test_a_missing_folder_or_tokenizer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("file", "content", "reason"), [
     ("tokenizer.json", b'{"version": "1.0", "mod', "tokenizer.json"),
     ("tokenizer.json", b"", "tokenizer.json"),
+    (
+        "tokenizer.json",
+        b'{"added_tokens": [], "model": {"type": "BPE", "unk_token": "?", "vocab": {"0": 0}, "merges": []}}',
+        "tokenizer.json is not a tokenizer that `tokenizers` can read: Unk token",
+    ),
     ("tokenizer_config.json", b"[1, 2]", "tokenizer_config.json is not a JSON object"),
     ("tokenizer_config.json", b'{"eos_token": 5}', "eos_token"),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}', "added_tokens_decoder"),
@@ -518,5 +523,6 @@ def test_tokens_of_chatglm_that_only_its_code_has(
     assert tokenizer.encode("a") == [401, 403, *processor.encode("a")]
     assert tokenizer.encode("[gMASK]sop<|user|>\n a") == [401, 403, 406, *processor.encode("\n a")]
     assert tokenizer.encode("philosophy", add_bos=False) == processor.encode("philosophy")
-    assert (tokenizer.eos_token_ids, tokenizer.vocab_size) == ((2,), 409)
+    # The next turn of a user and of a tool end an answer too.
+    assert (tokenizer.eos_token_ids, tokenizer.vocab_size) == ((2, 406, 408), 409)
     assert tokenizer.decode([401, 403, 406, *processor.encode("a sop")]) == "a sop"
