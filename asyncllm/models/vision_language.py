@@ -171,6 +171,7 @@ _NEITHER = "neither its tower nor its decoder is written yet"
 
 REFUSED_MODELS: Mapping[str, Refused] = {
     "AriaForConditionalGeneration": Refused("Aria", _NEITHER, "Idefics3ForConditionalGeneration"),
+    "DeepseekOCR2ForCausalLM": Refused("DeepSeek-OCR 2", _OWN_TOWER, "DeepseekOCRForCausalLM"),
     "Ernie4_5_VLMoeForConditionalGeneration": Refused(
         "ERNIE 4.5 VL", "its experts for images are not written yet", "Qwen2_5_VLForConditionalGeneration"
     ),
@@ -178,12 +179,17 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "Florence2ForConditionalGeneration": Refused(
         "Florence-2", "its decoder attends to an encoder", "PaddleOCRVLForConditionalGeneration"
     ),
+    "GOTQwenForCausalLM": Refused(
+        "GOT-OCR 2.0, as its authors published it", _NOTHING, "GotOcr2ForConditionalGeneration"
+    ),
     "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
     "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
     "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
     "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
+    "LlavaLlamaModel": Refused("VILA", _OWN_TOWER, _NEAREST_LLAVA),
     "MiniCPMO": Refused("MiniCPM-o", "its parts that hear and speak are not told from the others", "MiniCPMV"),
+    "MiniCPMV4_6ForConditionalGeneration": Refused("MiniCPM-V 4.6", _OWN_TOWER, "MiniCPMV"),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
     ),
