@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncllm.kernels import split_segments
-from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
-from asyncllm.vl.towers.parts import Dense, PatchEmbedding
+from asyncllm.vl.towers.parts import PatchEmbedding
 from asyncllm.vl.towers.patches import PatchesConfig
-from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
-from asyncllm.vl.towers.uploads import upload
+from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
 
 __all__ = ["DotsConfig", "DotsTower"]
 
@@ -47,9 +43,9 @@ class DotsConfig(PatchesConfig, frozen=True, kw_only=True):
             f"{block}.mlp.fc3": f"{own}.mlp.gate_up[up]",
             f"{block}.mlp.fc2": f"{own}.mlp.down",
             "vision_tower.post_trunk_norm": "vision.last_norm",
-            "vision_tower.merger.ln_q": "vision.norm",
-            "vision_tower.merger.mlp.0": "vision.merger_1",
-            "vision_tower.merger.mlp.2": "vision.merger_2",
+            "vision_tower.merger.ln_q": "vision.merger.norm",
+            "vision_tower.merger.mlp.0": "vision.merger.first",
+            "vision_tower.merger.mlp.2": "vision.merger.second",
         }
 
 
@@ -57,42 +53,22 @@ class DotsTower(PlannedTower):
     def __init__(self, config: DotsConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        size, square = config.hidden_size, config.hidden_size * config.merge**2
+        size = config.hidden_size
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=True)
         self.first_norm = RMSNorm(size, config.eps)
-        self.layers = nn.ModuleList(
-            PatchBlock(
-                size,
-                config.intermediate_size,
-                config.num_heads,
-                norm=RMSNorm,
-                activation=config.activation,
-                gated=True,
-                bias=config.bias,
-                eps=config.eps,
-            )
-            for _ in range(config.num_layers)
+        self.layers = PatchBlocks(
+            config, norm=RMSNorm, activation=config.activation, gated=True, bias=config.bias, eps=config.eps
         )
         self.last_norm = RMSNorm(size, config.eps) if config.last_norm else None
-        self.norm = LayerNorm(size, MERGER_EPS)
-        self.merger_1, self.merger_2 = Dense(square, square), Dense(square, hidden_size)
+        self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=MERGER_EPS)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        device, merge = self.merger_1.weight.device, self.config.merge
-        grids = grids_of(images, merge)
-        lengths = [rows * columns * merge**2 for rows, columns in grids]
-        tensors = pixels_of(images, self.config.frames), square_places(grids, merge)
-        return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
+        return show_squares(images, self.config, self.merger.first.weight.device)
 
     def look(self, shown: Shown) -> Tensor:
         config = self.config
-        (pixels, places), (whole,) = shown
+        (pixels, places, _), (whole,) = shown
         x = self.first_norm(self.patches(in_time(pixels, config.frames)))
-        rotation = square_rotation(places, config.hidden_size // config.num_heads)
-        for layer in self.layers:
-            x = layer(x, rotation, whole)
-        if self.last_norm is not None:
-            x = self.last_norm(x)
-        squares = self.norm(x).view(-1, config.hidden_size * config.merge**2)
-        features: Tensor = self.merger_2(F.gelu(self.merger_1(squares)))
+        x = self.layers(x, square_rotation(places, config.hidden_size // config.num_heads), whole)
+        features: Tensor = self.merger(x if self.last_norm is None else self.last_norm(x))
         return features

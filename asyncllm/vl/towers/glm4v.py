@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
@@ -18,8 +16,7 @@ from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.qwen_vl import PatchBlock, grids_of, in_time, pixels_of, square_places, square_rotation
-from asyncllm.vl.towers.uploads import upload
+from asyncllm.vl.towers.squares import PatchBlocks, in_time, show_squares, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
@@ -62,19 +59,14 @@ class Glm4vTower(PlannedTower):
         self.first_norm = None if config.side is None else RMSNorm(size, config.eps)
         self.positions = None if config.side is None else Table(config.side**2, size)
         self.last_norm = RMSNorm(size, config.eps)
-        self.layers = nn.ModuleList(
-            PatchBlock(
-                size,
-                config.intermediate_size,
-                config.num_heads,
-                norm=RMSNorm,
-                activation=config.activation,
-                gated=True,
-                bias=config.bias,
-                eps=config.eps,
-                head_norms=config.side is None,
-            )
-            for _ in range(config.num_layers)
+        self.layers = PatchBlocks(
+            config,
+            norm=RMSNorm,
+            activation=config.activation,
+            gated=True,
+            bias=config.bias,
+            eps=config.eps,
+            head_norms=config.side is None,
         )
         self.fold = PatchEmbedding((config.merge, config.merge), hidden_size, bias=True, channels=size)
         self.projector = Dense(hidden_size, hidden_size, bias=False)
@@ -84,11 +76,7 @@ class Glm4vTower(PlannedTower):
         self.down = Dense(config.merger_size, hidden_size, bias=False)
 
     def show(self, images: Sequence[PromptImage]) -> Shown:
-        config, device, grids = self.config, self.projector.weight.device, grids_of(images)
-        lengths = [rows * columns * config.merge**2 for rows, columns in grids]
-        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * config.merge
-        tensors = (pixels_of(images, config.frames), square_places(grids, config.merge), sizes)
-        return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
+        return show_squares(images, self.config, self.projector.weight.device)
 
     def look(self, shown: Shown) -> Tensor:
         config, square = self.config, self.config.merge**2
@@ -98,9 +86,8 @@ class Glm4vTower(PlannedTower):
             x = self.first_norm(x)
             x = x + stretched(self.positions(), places.flatten(0, 1), sizes, "bicubic").to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
-        for layer in self.layers:
-            x = layer(x, rotation, whole)
-        folded = self.fold(self.last_norm(x).view(-1, square, config.hidden_size).transpose(1, 2).flatten(1))
+        x = self.last_norm(self.layers(x, rotation, whole))
+        folded = self.fold(x.view(-1, square, config.hidden_size).transpose(1, 2).flatten(1))
         x = F.gelu(self.projector_norm(self.projector(folded)))
         features: Tensor = self.down(ACTIVATIONS[config.activation](self.gate(x)) * self.up(x))
         return features

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import Dense, Table, cut, fold_squares
-from asyncllm.vl.towers.qwen_vl import PatchBlock
+from asyncllm.vl.towers.patches import BlocksConfig
+from asyncllm.vl.towers.squares import PatchBlocks, turned_by
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Llama4Tower", "Llama4TowerConfig"]
@@ -22,16 +23,11 @@ __all__ = ["Llama4Tower", "Llama4TowerConfig"]
 EPS = 1e-5
 
 
-class Llama4TowerConfig(TowerConfig, frozen=True, kw_only=True):
+class Llama4TowerConfig(BlocksConfig, frozen=True, kw_only=True):
     """A transformer over the patches of square tiles, and a projector."""
 
-    hidden_size: int
-    intermediate_size: int
     projector_size: int
-    num_layers: int
-    num_heads: int
     image_size: int
-    patch_size: int
     fold: int
     """Patches along a side of the square that becomes a token."""
     theta: float
@@ -74,19 +70,7 @@ class Llama4Tower(PlannedTower):
         self.class_token = Table(size)
         self.positions = Table(config.side**2 + 1, size)
         self.first_norm = LayerNorm(size, EPS)
-        self.layers = nn.ModuleList(
-            PatchBlock(
-                size,
-                config.intermediate_size,
-                config.num_heads,
-                norm=LayerNorm,
-                activation="gelu",
-                gated=False,
-                eps=EPS,
-                interleaved=True,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = PatchBlocks(config, norm=LayerNorm, activation="gelu", gated=False, eps=EPS, interleaved=True)
         self.last_norm = LayerNorm(size, EPS)
         self.adapter_1 = Dense(size * config.fold**2, width, bias=False)
         self.adapter_2 = Dense(width, width, bias=False)
@@ -104,9 +88,8 @@ class Llama4Tower(PlannedTower):
         x = self.first_norm(x).flatten(0, 1)
         rotation = self._rotation(count, pixels.device)
         tiles = split_segments([tokens] * count, pixels.device)
-        for layer in self.layers:
-            x = layer(x, rotation, tiles)
-        x = fold_squares(self.last_norm(x).view(count, tokens, -1)[:, :-1], self.config.fold)
+        x = self.last_norm(self.layers(x, rotation, tiles))
+        x = fold_squares(x.view(count, tokens, -1)[:, :-1], self.config.fold)
         projected: Tensor = self.projector(F.gelu(self.adapter_2(F.gelu(self.adapter_1(x)))))
         return projected.flatten(0, 1)
 
@@ -118,5 +101,4 @@ class Llama4Tower(PlannedTower):
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         steps = torch.arange(1, config.side + 1, dtype=torch.float32, device=device)[:, None] / config.theta**exponents
         turned = torch.cat([steps.repeat(config.side, 1), steps.repeat_interleave(config.side, 0)], -1)
-        angles = torch.cat([turned, torch.zeros_like(turned[:1])]).repeat(count, 1)[:, None]
-        return Rotation(torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+        return turned_by(torch.cat([turned, torch.zeros_like(turned[:1])]).repeat(count, 1))

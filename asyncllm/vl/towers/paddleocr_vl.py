@@ -12,8 +12,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.qwen_vl import in_time, square_rotation
-from asyncllm.vl.towers.squares import SquareMerger, plain_blocks, show_squares
+from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
 
 __all__ = ["PaddleOCRVLConfig", "PaddleOCRVLTower"]
 
@@ -59,7 +58,7 @@ class PaddleOCRVLTower(PlannedTower):
         size = config.hidden_size
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=True)
         self.positions = Table(config.side**2, size)
-        self.layers = plain_blocks(config, config.eps)
+        self.layers = PatchBlocks(config, norm=LayerNorm, activation=config.activation, gated=False, eps=config.eps)
         self.last_norm = LayerNorm(size, config.eps)
         self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=MERGER_EPS)
 
@@ -72,7 +71,5 @@ class PaddleOCRVLTower(PlannedTower):
         x = self.patches(in_time(pixels, config.frames))
         x = x + stretched(self.positions(), places.flatten(0, 1), sizes, "bilinear").to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)
-        for layer in self.layers:
-            x = layer(x, rotation, whole)
-        features: Tensor = self.merger(self.last_norm(x))
+        features: Tensor = self.merger(self.last_norm(self.layers(x, rotation, whole)))
         return features

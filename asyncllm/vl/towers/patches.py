@@ -1,4 +1,4 @@
-"""The common parts of towers over patches of images of any size: Qwen's, GLM's and PaddleOCR-VL's."""
+"""The configs of towers over patches of images of any size, and positions that are stretched over these."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.parts import TowerActivation
 
-__all__ = ["PatchesConfig", "stretched"]
+__all__ = ["BlocksConfig", "PatchesConfig", "stretched"]
 
 
-class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and the merger of squares of them."""
+class BlocksConfig(TowerConfig, frozen=True, kw_only=True):
+    """A transformer over patches."""
 
     hidden_size: int
     intermediate_size: int
@@ -24,6 +24,11 @@ class PatchesConfig(TowerConfig, frozen=True, kw_only=True):
     num_layers: int
     num_heads: int
     patch_size: int
+
+
+class PatchesConfig(BlocksConfig, frozen=True, kw_only=True):
+    """A transformer over patches, and the merger of squares of them."""
+
     frames: int
     """Of a patch; an image is as many equal ones."""
     merge: int

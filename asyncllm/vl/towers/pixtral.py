@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import TowerConfig, VisionTower
+from asyncllm.vl.tower import VisionTower
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
-from asyncllm.vl.towers.qwen_vl import PatchBlock
+from asyncllm.vl.towers.patches import BlocksConfig
+from asyncllm.vl.towers.squares import PatchBlocks, turned_by
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["PixtralConfig", "PixtralTower"]
@@ -22,16 +23,11 @@ __all__ = ["PixtralConfig", "PixtralTower"]
 EPS = 1e-5
 
 
-class PixtralConfig(TowerConfig, frozen=True, kw_only=True):
+class PixtralConfig(BlocksConfig, frozen=True, kw_only=True):
     """A transformer over patches, and a projector."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     read_layers: int
     """After how many layers the hidden states are read."""
-    num_heads: int
-    patch_size: int
     theta: float
     activation: TowerActivation
     merge: int = 1
@@ -71,19 +67,7 @@ class PixtralTower(VisionTower):
         size, merges = config.hidden_size, config.merge_eps is not None
         self.patches = PatchEmbedding((config.patch_size, config.patch_size), size, bias=False)
         self.first_norm = RMSNorm(size, EPS)
-        self.layers = nn.ModuleList(
-            PatchBlock(
-                size,
-                config.intermediate_size,
-                config.num_heads,
-                norm=RMSNorm,
-                activation=config.activation,
-                gated=True,
-                bias=False,
-                eps=EPS,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = PatchBlocks(config, norm=RMSNorm, activation=config.activation, gated=True, bias=False, eps=EPS)
         self.norm = RMSNorm(size, config.merge_eps) if config.merge_eps is not None else None
         self.merger = Dense(size * config.merge**2, size, bias=False) if merges else None
         self.projector_1 = Dense(size, hidden_size, bias=config.bias)
@@ -94,11 +78,8 @@ class PixtralTower(VisionTower):
         grids = [grid for image in images for grid in image.pictures]
         pictures = [upload_pixels([image], self.projector_1.weight) for image in images]
         x = self.first_norm(torch.cat([self.patches.of_images(each)[0] for each in pictures]))
-        rotation = self._rotation(grids, device)
         lengths = [rows * columns for rows, columns in grids]
-        whole = split_segments(lengths, device)
-        for layer in self.layers[: config.read_layers]:
-            x = layer(x, rotation, whole)
+        x = self.layers(x, self._rotation(grids, device), split_segments(lengths, device), config.read_layers)
         if self.norm is not None and self.merger is not None:
             x = self.merger(self._squares(self.norm(x), grids, lengths))
         x = self.projector_2(ACTIVATIONS[config.projector_activation](self.projector_1(x)))
@@ -124,5 +105,4 @@ class PixtralTower(VisionTower):
             row = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies[0::2]
             column = torch.arange(columns, dtype=torch.float32, device=device)[:, None] * frequencies[1::2]
             angles.append(torch.cat([row.repeat_interleave(columns, 0), column.repeat(rows, 1)], -1))
-        joined = torch.cat(angles)[:, None]
-        return Rotation(torch.cat([joined.cos()] * 2, -1), torch.cat([-joined.sin(), joined.sin()], -1))
+        return turned_by(torch.cat(angles))

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import PlannedTower, Shown
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.qwen_vl import EPS, in_time, square_rotation
-from asyncllm.vl.towers.squares import SquareMerger, plain_blocks, show_squares
+from asyncllm.vl.towers.squares import EPS, PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
 
 __all__ = ["Qwen3VLConfig", "Qwen3VLTower"]
 
@@ -54,7 +54,7 @@ class Qwen3VLTower(PlannedTower):
         size, square = config.hidden_size, config.merge**2
         self.patches = PatchEmbedding((config.frames, config.patch_size, config.patch_size), size, bias=True)
         self.positions = Table(config.side**2, size)
-        self.layers = plain_blocks(config, EPS)
+        self.layers = PatchBlocks(config, norm=LayerNorm, activation=config.activation, gated=False, eps=EPS)
         self.merger = SquareMerger(size, square, hidden_size, eps=EPS)
         self.deep_mergers = nn.ModuleList(
             SquareMerger(size, square, hidden_size, eps=EPS, joined=True) for _ in config.deep_layers
