@@ -35,7 +35,7 @@ from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, composed
 from asyncllm.models.weights import expected_numbers, load
-from asyncllm.quant.scheme import Scheme, scheme_of
+from asyncllm.quant.scheme import Scheme, refuse_mlx, scheme_of
 from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 
 __all__ = [
@@ -235,6 +235,7 @@ def _configure(
     use_logn_attn: bool = False,
 ) -> tuple[type[DecoderLM], ModelConfig, Scheme | None]:
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
+    refuse_mlx(hf.fields, path)
     names = hf.fields.get("architectures")
     if names is None:
         model_type = hf.fields.get("model_type")

@@ -15,7 +15,7 @@ from asyncllm.errors import InvalidParameter, UnsupportedModel, short
 from asyncllm.layers.linear_method import LinearMethod
 from asyncllm.quant.settings import Header, QuantSettings
 
-__all__ = ["Scheme", "register", "scheme_of"]
+__all__ = ["Scheme", "refuse_mlx", "register", "scheme_of"]
 
 _Class = TypeVar("_Class", bound="type[Scheme]")
 
@@ -71,17 +71,22 @@ def schemes() -> Mapping[str, type[Scheme]]:
     return dict(sorted(_SCHEMES.items()))
 
 
+def refuse_mlx(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise UnsupportedModel for the config.json of a checkpoint of MLX's, whose tensors have other shapes and, of some
+    models, other names."""
+    settings = config.get("quantization")
+    if isinstance(settings, Mapping) and "bits" in settings:
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: quantization = {short(settings)} is MLX's, which is not implemented. {_INSTEAD}"
+        )
+
+
 def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:
     """Return the scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
 
     `model_format` is the engine's setting: None to believe the checkpoint, "hf" for plain weights, or the name of the
     scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
     """
-    if config.get("quantization") is not None:
-        raise UnsupportedModel(
-            f"{folder / 'config.json'}: quantization = {short(config['quantization'])} is MLX's, which is not "
-            f"implemented. {_INSTEAD}"
-        )
     settings = QuantSettings.find(config, folder)
     if settings is None:
         at_load = schemes().get(f"{model_format} at load")
