@@ -54,6 +54,8 @@ class DecoderLM(nn.Module):
     """The checkpoint's tensor of the output embedding, for which a tied model has no use."""
     norm_class: ClassVar[type[Norm]] = RMSNorm
     """Of the norms around layers."""
+    scales_images: ClassVar[bool] = False
+    """Whether the embeddings' scale is one of images' features too."""
     tiny: ClassVar[dict[str, Any]]
     """Entries of a config.json with every feature of the family switched on, small enough for tests."""
 
@@ -119,7 +121,8 @@ class DecoderLM(nn.Module):
     def embedding(self) -> nn.Module:
         """Make the embedding of the tokens."""
         config = self.config
-        return Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        later = self.scales_images and config.vision is not None
+        return Embedding(config.vocab_size, config.hidden_size, scale=None if later else config.embedding_scale)
 
     def position_embedding(self) -> PositionEmbedding | None:
         config = self.config
@@ -280,6 +283,8 @@ class DecoderLM(nn.Module):
         residual: Tensor = self.embed(step.input_ids, step)
         if self.vision is not None:
             residual = self.vision.merge(residual, step)
+            if self.scales_images and self.config.embedding_scale is not None:
+                residual = residual * self.config.embedding_scale
         if self.positions is not None:
             residual = residual + self.positions(step)
         return residual if self.embed_norm is None else self.embed_norm(residual)

@@ -15,6 +15,7 @@ __all__ = ["Granite", "MiniCPM"]
 @register(GraniteForCausalLM="Granite 3, dense")
 class Granite(DecoderLM):
     weights = LLAMA_WEIGHTS
+    scales_images = True
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "granite",
         "vocab_size": 320,
@@ -49,6 +50,8 @@ class Granite(DecoderLM):
 
 @register(MiniCPMForCausalLM="MiniCPM 1B, 2B, MiniCPM4")
 class MiniCPM(Granite):
+    scales_images = False
+
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")

@@ -139,7 +139,7 @@ VISION_MODELS: Mapping[str, str] = {
     "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "
     "Yi-VL",
     "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral, as its authors published it",
-    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it; Granite Vision 3.1 to 3.3",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",

@@ -80,7 +80,8 @@ def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         return _pixtral(fields, settings, where)
     side = vision["image_size"] // vision["patch_size"]
     extra = fields.get("vision_feature_select_strategy", "default") == "full" and "siglip" not in str(vision)
-    return CenterProcessor(
+    kind = PaddedProcessor if settings.get("do_pad") and "Llava" in str(settings.get("image_processor_type")) else None
+    return (kind or CenterProcessor)(
         PictureSettings(settings, where),
         token_id=image_token(fields, 32000),
         placeholder="<image>\n",

@@ -38,6 +38,25 @@ def _llava_next() -> Kind:
     return config, pictures, ["<image>"], None
 
 
+def _granite_vision() -> Kind:
+    """LLaVA-NeXT whose tower is SigLIP, several layers of which are read, and whose decoder multiplies what it reads.
+    Its logits are not divided, as the oracle of late leaves that out."""
+    config, pictures, tokens, template = _llava_next()
+    tower = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    del tower["projection_dim"]
+    scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+    text = {**TEXT, **scales, "model_type": "granite", "logits_scaling": 1.0, "tie_word_embeddings": True}
+    del text["head_dim"]
+    changed = {
+        "vision_config": tower,
+        "text_config": text,
+        "vision_feature_layer": [-3, -1],
+        "vision_feature_select_strategy": "full",
+        "tie_word_embeddings": True,
+    }
+    return type(config)(**{**config.to_dict(), **changed}), pictures, tokens, template
+
+
 _INTERN_TOKENS = ["<IMG_CONTEXT>", "<img>", "</img>"]
 
 
@@ -481,6 +500,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     **NATIVE_KINDS,
     "llava": _llava,
     "llava_next": _llava_next,
+    "granite_vision": _granite_vision,
     "onevision": _onevision,
     "pixtral": _pixtral,
     "mistral3": _mistral3,

@@ -252,6 +252,28 @@ def test_spellings_of_settings(kind: str, changed: dict[str, Any], tmp_path: Pat
     assert np.array_equal(prepared[0].pixels, prepared[1].pixels)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}},
+        {"size": {"height": 28, "width": 28}, "crop_size": {"height": 28, "width": 28}},
+        {"image_processor_type": "LlavaImageProcessor", "do_pad": True},
+        {"image_processor_type": "LlavaImageProcessor", "do_pad": False},
+    ],
+)
+def test_image_processors_of_llavas_like(changed: dict[str, Any], tmp_path: Path) -> None:
+    source = folder_of("llava")
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, **changed}))
+    ours, oracle = open_processor(tmp_path), image_processor_of(tmp_path)
+    assert ours is not None
+    for seed, size in enumerate(SIZES):
+        image = picture(seed, *size)
+        expected = oracle([image], return_tensors="pt")["pixel_values"].numpy()
+        assert np.abs(ours.prepare(image, {}).pixels - expected).max() < 1e-5, size
+
+
 def test_bars_have_the_mean_colour() -> None:
     assert PictureSettings({}, "x", mean=(0.5, 0.5, 0.5)).background == (127, 127, 127)
     assert PictureSettings({"image_mean": [0.48145466, 0.4578275, 0.40821073]}, "x").background == (122, 116, 104)

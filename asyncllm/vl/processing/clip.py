@@ -18,12 +18,14 @@ __all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor"]
 
 
 class CenterProcessor(ImageProcessor):
-    """Scales the shorter side to the tower's, and cuts out the middle."""
+    """Scales the shorter side to the tower's, and cuts out the middle. Where the file has a height and a width, as
+    SigLIP's, all of the image is squeezed into them."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
         """`length`: tokens of an image. `side`: of the tower's pictures in pixels."""
         self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
-        self.edge = settings.side("size", side)
+        self.edge, size = settings.side("size", side), settings.fields.get("size")
+        self._squeezes = isinstance(size, dict) and size.get("height") is not None
         self.crop = settings.side("crop_size", side) if settings.fields.get("do_center_crop", True) else None
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -40,13 +42,15 @@ class CenterProcessor(ImageProcessor):
     def squared(self, image: Image.Image) -> Image.Image:
         """Return the middle of the image in the tower's size, or without a crop all of it, squeezed."""
         edge, (width, height) = self.edge, image.size
-        if self.crop is None:
-            return resized(image, edge, edge, self.settings.resample)
-        if width < height:
+        if self._squeezes or self.crop is None:
+            height, width = edge, edge
+        elif width < height:
             height, width = int(edge * height / width), edge
         else:
             height, width = edge, int(edge * width / height)
         scaled = resized(image, height, width, self.settings.resample)
+        if self.crop is None:
+            return scaled
         left, top = (width - self.crop) // 2, (height - self.crop) // 2
         return scaled.crop((left, top, left + self.crop, top + self.crop))
 
