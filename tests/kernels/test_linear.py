@@ -44,7 +44,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 def test_without_tensor_cores(tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
     x, weight = random(tokens, 96, dtype=dtype), random(8, 96, seed=1, dtype=dtype)
     bias = random(8, seed=2, dtype=dtype) if with_bias else None
-    assert_close(gemv(x, weight, bias, config=GemvConfig(4, 32)), expected(x, weight, bias))
+    for columns in (32, 64, 128):
+        assert_close(gemv(x, weight, bias, config=GemvConfig(4, columns)), expected(x, weight, bias))
 
 
 @interpreted

@@ -122,17 +122,21 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 def _is_uneven(weight: Tensor) -> bool:
     """Return whether rows of results would not begin at multiples of 16 bytes."""
-    return weight.shape[0] % (16 // weight.itemsize) > 0
+    lines = 16 // weight.itemsize
+    return weight.shape[0] % lines > 0 and weight.shape[0] > lines
 
 
 def _uneven(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return `linear` with the results in longer rows first: cuBLAS writes such rows alone with its fast kernels, of
-    which a vocabulary of 92,553 tokens has none (256 rows of 4,096: 1.9 ms)."""
-    features = weight.shape[0]
+    """Return `linear` by two products: of the weight's first rows, as many as cuBLAS has fast kernels for, and of its
+    last ones. A vocabulary of 92,553 tokens takes 2.0 ms in one, and one of 92,552 0.26 (256 rows of 4,096 numbers)."""
+    features, lines = weight.shape[0], 16 // weight.itemsize
+    even = features - features % lines
     rows = x.reshape(-1, x.shape[-1])
-    padded = rows.new_empty(rows.shape[0], features + -features % (16 // weight.itemsize))
-    _multiply(rows, weight, bias, padded[:, :features])
-    results = padded[:, :features].reshape(*x.shape[:-1], features)
+    results = rows.new_empty(rows.shape[0], even + lines)
+    _multiply(rows, weight[:even], None if bias is None else bias[:even], results[:, :even])
+    last = F.linear(rows, weight[-lines:], None if bias is None else bias[-lines:])
+    results[:, even:features] = last[:, even - features :]
+    results = results[:, :features].reshape(*x.shape[:-1], features)
     return results if out is None else out.copy_(results)
 
 

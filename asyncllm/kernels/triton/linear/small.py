@@ -30,7 +30,7 @@ __all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "toke
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Tile of `gemv_kernel`: `rows` of the weight by `columns` at a time; `columns` divides the input size."""
+    """Tile of `gemv_kernel`: `rows` of the weight by `columns` at a time."""
 
     rows: int
     columns: int
@@ -65,9 +65,12 @@ def token_tile(tokens: int) -> int:
 
 
 @triton.jit
-def _gemv_token(x_ptr, start, w, acc, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gemv_token(x_ptr, columns, w, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """acc [BLOCK_N, BLOCK_K // 8] + the products of one token with w [BLOCK_N, BLOCK_K], eight of them summed."""
-    x = tl.load(x_ptr + start + tl.arange(0, BLOCK_K)).to(tl.float32)
+    if K % BLOCK_K == 0:
+        x = tl.load(x_ptr + columns).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
     products = w * x[None, :]
     return acc + tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // 8, 8]), 2)
 
@@ -89,8 +92,12 @@ def gemv_kernel(
     """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]."""
     release_consumers(USE_PDL)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
-    w_next = tl.load(w_ptrs, eviction_policy="evict_first")
+    columns = tl.arange(0, BLOCK_K)
+    w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+    if K % BLOCK_K == 0:
+        w_next = tl.load(w_ptrs, eviction_policy="evict_first")
+    else:
+        w_next = tl.load(w_ptrs, mask=(columns < K)[None, :], other=0.0, eviction_policy="evict_first")
     wait_for_producers(USE_PDL)
 
     acc_0 = tl.zeros([BLOCK_N, BLOCK_K // 8], dtype=tl.float32)
@@ -100,15 +107,16 @@ def gemv_kernel(
     for start in range(0, K, BLOCK_K):
         # The next tile of the weight is on its way while this one is multiplied.
         w = w_next.to(tl.float32)
-        more = start + BLOCK_K < K
+        own = start + columns
+        more = start + BLOCK_K < K if K % BLOCK_K == 0 else (own + BLOCK_K < K)[None, :]
         w_next = tl.load(w_ptrs + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
-        acc_0 = _gemv_token(x_ptr, start, w, acc_0, BLOCK_N, BLOCK_K)
+        acc_0 = _gemv_token(x_ptr, own, w, acc_0, K, BLOCK_N, BLOCK_K)
         if TOKENS > 1:
-            acc_1 = _gemv_token(x_ptr + K, start, w, acc_1, BLOCK_N, BLOCK_K)
+            acc_1 = _gemv_token(x_ptr + K, own, w, acc_1, K, BLOCK_N, BLOCK_K)
         if TOKENS > 2:
-            acc_2 = _gemv_token(x_ptr + 2 * K, start, w, acc_2, BLOCK_N, BLOCK_K)
+            acc_2 = _gemv_token(x_ptr + 2 * K, own, w, acc_2, K, BLOCK_N, BLOCK_K)
         if TOKENS > 3:
-            acc_3 = _gemv_token(x_ptr + 3 * K, start, w, acc_3, BLOCK_N, BLOCK_K)
+            acc_3 = _gemv_token(x_ptr + 3 * K, own, w, acc_3, K, BLOCK_N, BLOCK_K)
 
     _gemv_store(acc_0, bias_ptr, out_ptr, rows, HAS_BIAS)
     if TOKENS > 1:
@@ -195,7 +203,7 @@ def gemv(
     """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, without tensor
     cores.
 
-    All are contiguous. `config.rows` divides N, `config.columns` divides K.
+    All are contiguous. `config.rows` divides N.
     """
     tokens, k = x.shape
     n = weight.shape[0]
