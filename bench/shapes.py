@@ -29,6 +29,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from dense_shapes import DENSE_SHAPES, dense_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from vision_shapes import VISION_SHAPES, companions, tower_tensors, with_token_ids
@@ -167,6 +168,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": False,
     },
+    **DENSE_SHAPES,
     **VISION_SHAPES,
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
@@ -256,6 +258,11 @@ def weights(config: dict[str, Any]) -> Iterator[Weight]:
             yield replace(weight, name=f"language_model.{weight.name}")
         for name, shape, ones in tower_tensors(config):
             yield Weight(name, shape, ones)
+        return
+    dense = dense_tensors(config)
+    if dense is not None:
+        for name, shape, fill in dense:
+            yield Weight(name, shape, fill)
         return
     architecture = config["architectures"][0]
     known = (

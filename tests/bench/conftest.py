@@ -11,6 +11,7 @@ MODULES = (
     "workloads",
     "engines",
     "table",
+    "dense_shapes",
     "vision_shapes",
     "limits",
     "throughput",

@@ -61,6 +61,19 @@ REDUCED: dict[str, dict[str, Any]] = {
             "num_heads": 2,
         },
     },
+    "qwen2.5-7b": {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    },
+    "gemma-2-9b": {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    },
+    "phi-3-mini": {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4},
+    },
+    "falcon-7b": {"hidden_size": 80, "num_hidden_layers": 2, "num_attention_heads": 5},
     "gpt-oss-20b": {
         "hidden_size": 64,
         "intermediate_size": 32,
@@ -139,6 +152,10 @@ def test_the_shapes_have_the_sizes_that_they_are_named_after() -> None:
     assert sizes["llama-3-8b"] == 8_030_261_248
     assert sizes["llama-3.2-1b"] == 1_235_814_400
     assert sizes["qwen3-30b-a3b"] == 30_532_122_624
+    assert sizes["qwen2.5-7b"] == 7_615_616_512
+    assert sizes["gemma-2-9b"] == 9_241_705_984
+    assert sizes["phi-3-mini"] == 3_821_079_552
+    assert sizes["falcon-7b"] == 6_921_720_704
     assert sizes["internvl2-8b"] == 8_075_365_376
     assert sizes["qwen2.5-vl-7b"] == 8_292_166_656
     assert sizes["deepseek-v2-lite"] == 15_706_484_224
@@ -170,8 +187,8 @@ def test_every_id_has_a_text(tmp_path: Path, vocab_size: int) -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="258"):
         write_tokenizer(tmp_path, 258)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
-        list(weights({"architectures": ["Gemma2ForCausalLM"]}))
+    with pytest.raises(ValueError, match="GemmaForCausalLM"):
+        list(weights({"architectures": ["GemmaForCausalLM"]}))
     with pytest.raises(ValueError, match="bias"):
         list(weights({**SHAPES["tiny"], "attention_bias": True}))
 

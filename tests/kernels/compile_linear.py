@@ -105,6 +105,8 @@ CASES = [
     invariant_case("float32", linear_invariant.FLOAT32_TILE, "*fp32"),
     *(exact_case(n, k) for n, k in ((64, 2048), (160, 5120))),
     gemv_case(4, GemvConfig(4, 1024)),
+    gemv_case(1, linear.ONE_TOKEN, 4544, 4544),
+    gemv_case(1, linear.ONE_TOKEN_FEW_FEATURES, 32, 2880),
     skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),
 ]

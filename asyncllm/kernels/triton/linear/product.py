@@ -69,6 +69,29 @@ TABLES: dict[str, Table] = {
             (32, NarrowConfig(64, parts=2, stages=8, splits=2)),
             (64, SkinnyConfig(64, 128, splits=2, stages=5)),
         ),
+        (3072, 2048): ((1, GemvConfig(2, 1024)), (16, SkinnyConfig(64, 128, splits=2, stages=5))),  # 5.0, 6.8 us
+        (5632, 2048): (
+            (1, GemvConfig(8, 512)),  # 7.6 us, cuBLAS 9.7
+            (16, SkinnyConfig(64, 128, splits=1, stages=5)),  # 8.7 us, 9.9
+            (64, SkinnyConfig(64, 128, splits=1, stages=4)),  # 9.7 us, 11.1
+        ),
+        (2048, 2816): (
+            (1, GemvConfig(2, 1024)),  # 5.0 us, 8.0
+            (16, SkinnyConfig(64, 128, splits=2, stages=5)),  # 7.1 us, 8.4
+            (64, SkinnyConfig(64, 128, splits=4, stages=4)),  # 7.8 us, 8.8
+        ),
+        (2048, 2048): (
+            (1, GemvConfig(2, 1024)),  # 4.0 us, 7.1
+            (16, SkinnyConfig(64, 128, splits=2, stages=5)),  # 6.0 us, 7.2
+            (64, SkinnyConfig(64, 128, splits=4, stages=4)),  # 7.1 us, 7.5
+        ),
+        (5120, 2048): ((1, GemvConfig(4, 512)), (16, SkinnyConfig(64, 128, splits=1, stages=5))),  # 7.2, 8.3 us
+        (2048, 4096): (
+            (1, GemvConfig(2, 1024)),  # 6.3 us, 9.4
+            (16, SkinnyConfig(64, 128, splits=2, stages=5)),  # 8.7 us, 9.9
+            (64, SkinnyConfig(64, 128, splits=4, stages=4)),  # 9.3 us, 10.7
+        ),
+        (2880, 4096): ((1, GemvConfig(2, 1024)), (16, SkinnyConfig(64, 128, splits=2, stages=5))),  # 7.9, 9.7 us
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
@@ -80,7 +103,9 @@ those where nothing stands, are of a layer's products, norms and gate in one gra
 129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
 the ring of weights is filled while attention runs.
 
-The last four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet.
+Four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet. The seven
+behind them are DeepSeek-V2-Lite's, Qwen3-30B-A3B's and gpt-oss-20b's, timed behind a norm; where one line has two
+figures, cuBLAS takes 7.5 and 7.7, 9.1 and 9.3, 12.0 and 12.4 us.
 
 From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (`linear/hopper.py`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
@@ -88,12 +113,24 @@ Only that of gate and up was faster, 102.6 us at 256 tokens to 109.5, and more s
 `linear/gated.py`."""
 
 
+FEW_FEATURES, MOST_FEATURES = 1024, 65536
+
+ONE_TOKEN = GemvConfig(4, 1024)
+"""Of one token, for shapes without an entry of up to MOST_FEATURES output features. Behind a norm on an H200, us here
+and with cuBLAS: 4608 x 3584 10.3, 12.7; 3584 x 3584 8.7, 12.1; 37888 x 3584 62.7, 71.6; 8192 x 3584 18.0, 20.7; 3584 x
+14336 27.0, 30.9; 9216 x 3072 15.7, 20.1; 3072 x 8192 14.8, 19.3; 4544 x 4544 12.5, 15.9; 18176 x 4544 39.9, 47.2. No
+other of eight tiles is more than 9 % faster."""
+
+ONE_TOKEN_FEW_FEATURES = GemvConfig(2, 2048, warps=8)
+"""The same for less than FEW_FEATURES: 576 x 2048 2.5, 7.2; 128 x 2048 1.8, 5.8; 32 x 2880 2.3, 6.4."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     check_out(x, weight.shape[0], out)
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
-        config = choose(table, rows, weight) if rows.dtype.itemsize == 2 else None
+        config = (choose(table, rows, weight) or _for_one_token(rows, weight)) if rows.dtype.itemsize == 2 else None
         if config is not None:
             into = None if out is None else out.view(-1, weight.shape[0])
             if isinstance(config, GemvConfig):
@@ -111,6 +148,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
         return F.linear(x, weight, bias)
     _multiply(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
     return out
+
+
+def _for_one_token(rows: Tensor, weight: Tensor) -> GemvConfig | None:
+    """Return the configuration for a shape without an entry, as `choose`."""
+    features = weight.shape[0]
+    config = ONE_TOKEN_FEW_FEATURES if features < FEW_FEATURES else ONE_TOKEN
+    if rows.shape[0] != 1 or features > MOST_FEATURES or features % config.rows:
+        return None
+    return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
