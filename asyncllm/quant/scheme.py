@@ -74,11 +74,12 @@ def schemes() -> Mapping[str, type[Scheme]]:
 def refuse_mlx(config: Mapping[str, Any], folder: Path) -> None:
     """Raise UnsupportedModel for the config.json of a checkpoint of MLX's, whose tensors have other shapes and, of some
     models, other names."""
-    settings = config.get("quantization")
-    if isinstance(settings, Mapping) and "bits" in settings:
-        raise UnsupportedModel(
-            f"{folder / 'config.json'}: quantization = {short(settings)} is MLX's, which is not implemented. {_INSTEAD}"
-        )
+    for key, mark in (("quantization", "bits"), ("quantization_config", "mode")):
+        settings = config.get(key)
+        if isinstance(settings, Mapping) and mark in settings and "quant_method" not in settings:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {short(settings)} is MLX's, which is not implemented. {_INSTEAD}"
+            )
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:

@@ -420,11 +420,12 @@ def test_what_is_refused_is_named(dense: Path, tmp_path: Path) -> None:
 
 
 def test_mlx_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
-    """Its files say `quantization`, newer ones also quantization_config, without a method."""
-    settings = {"group_size": 64, "bits": 4}
+    """Its files say `quantization`, newer ones also quantization_config, without a method but with a mode."""
+    old: dict[str, Any] = {"group_size": 64, "bits": 4}
+    new = {**old, "mode": "affine"}
     folder = write(dense, tmp_path / "model", gptq(4, 64))
-    fields = json.loads((folder / "config.json").read_text())
-    for own in ({"quantization_config": None}, {"quantization_config": settings}):
-        (folder / "config.json").write_text(json.dumps({**fields, **own, "quantization": settings}))
-        with pytest.raises(UnsupportedModel, match=r"quantization = .*MLX.*bfloat16"):
+    fields = {**json.loads((folder / "config.json").read_text()), "quantization_config": None}
+    for own in ({"quantization": old}, {"quantization": new, "quantization_config": new}, {"quantization_config": new}):
+        (folder / "config.json").write_text(json.dumps({**fields, **own}))
+        with pytest.raises(UnsupportedModel, match=r"quantization.* = .*MLX.*bfloat16"):
             read_config(folder)
