@@ -137,7 +137,7 @@ class HFConfig:
         if not isinstance(fields, dict):
             raise InvalidCheckpoint(f"{file}: holds {_kind(fields)} where an object belongs. Download the file again.")
         return cls(
-            {**fields, **(overrides or {})},
+            _overridden(fields, overrides or {}),
             source=str(file),
             session_len=session_len,
             rope_scaling_factor=rope_scaling_factor,
@@ -504,6 +504,26 @@ def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
     if mscale and mscale_all_dim:
         derived = yarn_term(factor, mscale) / yarn_term(factor, mscale_all_dim)
     return scaling.number("attention_factor", derived)
+
+
+def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's entries with those of `overrides`, which count in whichever schema the file is.
+
+    Of a file with entries of both for its rotation, rope_scaling counts, as transformers has it; what it does not say
+    of theta and of the turned part of a head, rope_parameters says.
+    """
+    replaced = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling"}
+    dropped = {other for key, other in replaced.items() if key in overrides} - set(overrides)
+    changed = {**{key: value for key, value in fields.items() if key not in dropped}, **overrides}
+    parameters, scaling = changed.get("rope_parameters"), changed.get("rope_scaling")
+    if not isinstance(parameters, dict) or any(isinstance(each, dict) for each in parameters.values()):
+        return changed
+    if "rope_theta" in overrides and "rope_parameters" not in overrides:
+        parameters = {**parameters, "rope_theta": overrides["rope_theta"]}
+    if isinstance(scaling, dict) and scaling:
+        kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+        parameters, changed["rope_scaling"] = {**kept, **scaling}, None
+    return {**changed, "rope_parameters": parameters}
 
 
 def _kind(value: object) -> str:

@@ -107,6 +107,29 @@ def test_overrides_replace_entries(tmp_path: Path) -> None:
     assert read(tmp_path, {}, hf_overrides={"rope_theta": 7e4}).rope.theta == 7e4
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+OLD_WORDS = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}
+NEW_WORDS = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("words", [OLD_WORDS, NEW_WORDS], ids=["old", "new"])
+def test_overrides_count_in_either_schema(tmp_path: Path, words: dict[str, Any]) -> None:
+    rope = read(tmp_path, {"rope_theta": 7e4, "rope_scaling": OLD_WORDS["rope_scaling"]}).rope
+    assert read(tmp_path, words, hf_overrides={"rope_theta": 7e4}).rope == rope
+    rope = read(tmp_path, {"rope_theta": 5e5, "rope_scaling": YARN}).rope
+    assert read(tmp_path, words, hf_overrides={"rope_scaling": YARN}).rope == rope
+    assert read(tmp_path, words, hf_overrides={"rope_parameters": {**YARN, "rope_theta": 5e5}}).rope == rope
+    for key in ("dtype", "torch_dtype"):
+        assert read(tmp_path, words, hf_overrides={key: "bfloat16"}).dtype == "bfloat16"
+
+
+def test_rope_scaling_beside_rope_parameters_counts(tmp_path: Path) -> None:
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN}
+    assert read(tmp_path, both).rope == read(tmp_path, {"rope_theta": 5e5, "rope_scaling": YARN}).rope
+    both["rope_scaling"] = {}
+    assert read(tmp_path, both).rope == read(tmp_path, {"rope_theta": 5e5}).rope
+
+
 def test_qwen_window_is_off_unless_asked_for(tmp_path: Path) -> None:
     base = tiny("Qwen2ForCausalLM")
     assert read(tmp_path, {}, base).windows == (None, 8, 8)
@@ -419,7 +442,7 @@ def test_a_model_of_images_without_architectures(tmp_path: Path, model_type: str
 
 def test_an_unknown_class_is_told_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"The nearest name is Phi3ForCausalLM\."):
-        read(tmp_path, {"architectures": ["Phi3SmallForCausalLM"]})
+        read(tmp_path, {"architectures": ["Phi3LargeForCausalLM"]})
 
 
 def test_remote_code_is_named_and_never_run(tmp_path: Path) -> None:
