@@ -229,6 +229,21 @@ def test_few_tokens_on_a_gpu(tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(32, 2880), (576, 2048), (4544, 4544), (2880, 4096), (37888, 3584)])
+def test_one_token_in_any_shape_on_a_gpu(n: int, k: int) -> None:
+    seed = fresh_seed()
+    x = random(1, k, seed=seed, dtype=torch.bfloat16, device="cuda")
+    weight = (random(n, k, seed=seed + 1, device="cuda") / 64).bfloat16()
+    bias = random(n, seed=seed + 2, dtype=torch.bfloat16, device="cuda")
+    for own in (None, bias):
+        poisoned(1, n)
+        y = launchers.linear(x, weight, own)
+        assert_close(y, expected(x, weight, own))
+        poisoned(1, n)
+        assert torch.equal(launchers.linear(x, weight, own), y), "two runs differ"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64])
 def test_the_gate_behind_the_product_on_a_gpu(tokens: int) -> None:
     seed = fresh_seed()
