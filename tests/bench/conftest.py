@@ -15,6 +15,7 @@ MODULES = (
     "vision_shapes",
     "limits",
     "throughput",
+    "step_profile",
     "latency",
     "images",
     "grammars",
