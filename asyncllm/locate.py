@@ -12,7 +12,7 @@ from typing import Any
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
 
-__all__ = ["BUNDLED", "GGUF_ADVICE", "locate", "locate_adapter", "own_adapter"]
+__all__ = ["BUNDLED", "GGUF_ADVICE", "WHOLE_MODULES", "locate", "locate_adapter", "own_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
 """Models inside the package, under `asyncllm/assets`."""
@@ -25,6 +25,14 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 # another naming (consolidated.safetensors, original/, onnx/).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.jinja", "*.txt")
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
+
+WHOLE_MODULES = (
+    *("non_lora_trainables.bin", "mm_projector.bin", "vit.safetensors", "vpm_resampler_embedtokens.pt"),
+    *("new_embeddings.safetensors", "new_embeddings.bin"),
+)
+"""Files beside an adapter in which trainers leave whole modules that belong to it: projectors, towers, embeddings."""
+
+_ADAPTER_PATTERNS = ("adapter_model.bin", *WHOLE_MODULES)
 
 _ADAPTER_FOLDERS: Mapping[str, str] = dict.fromkeys(("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "vision-lora")
 """Class -> the folder beside its weights that has the adapter of prompts with images, `NAME-lora`."""
@@ -124,7 +132,7 @@ def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path 
             f"There is no folder {short(name)}, and it is no hub id of the form 'owner/name'. Check the "
             f"spelling, or download the adapter first."
         )
-    return _checked(_download(name, None, download_dir), "adapter_config.json")
+    return _checked(_download(name, None, download_dir, more=_ADAPTER_PATTERNS), "adapter_config.json")
 
 
 def own_adapter(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, str]:
@@ -154,12 +162,16 @@ def _checked(folder: Path, config: str = "config.json") -> Path:
     return folder
 
 
-def _download(name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "") -> Path:
-    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS` at its top, or in the folder
-    `inside`, which ends in a slash. Raises ModelNotFound."""
+def _download(
+    name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "", more: tuple[str, ...] = ()
+) -> Path:
+    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS` or `more` at its top, or in the
+    folder `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
-    allowed, ignored = ([f"{inside}{pattern}" for pattern in each] for each in (ALLOW_PATTERNS, IGNORE_PATTERNS))
+    allowed, ignored = (
+        [f"{inside}{pattern}" for pattern in each] for each in ((*ALLOW_PATTERNS, *more), IGNORE_PATTERNS)
+    )
     path = download(where, name, revision, download_dir, allowed, ignored)
     logger.info("%s is %s", name, path)
     return Path(path)

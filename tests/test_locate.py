@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm import locate as locate_module
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
-from asyncllm.locate import locate
+from asyncllm.locate import locate, locate_adapter
 
 
 class FakeHub(ModuleType):
@@ -288,3 +288,15 @@ def test_modelscope_is_honoured_or_refused(monkeypatch: pytest.MonkeyPatch, hub:
     with pytest.raises(InvalidParameter, match=r"LMDEPLOY_USE_MODELSCOPE is '1'\. Set it to True"):
         locate("owner/name")
     assert hub.calls == modelscope.calls == []
+
+
+def test_an_adapter_comes_with_all_that_belongs_to_it(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of old adapters, and modules by which it would be refused."""
+    (hub.folder / "adapter_config.json").write_text("{}")
+    assert locate_adapter("owner/adapter") == hub.folder
+    files = ["adapter_model.bin", "non_lora_trainables.bin", "pytorch_model.bin", "checkpoint-9/adapter_model.bin"]
+    _, arguments = hub.calls[0]
+    patterns = {key: arguments[key] for key in ("allow_patterns", "ignore_patterns")}
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    utils = pytest.importorskip("huggingface_hub.utils")
+    assert list(utils.filter_repo_objects(files, **patterns)) == files[:2]

@@ -24,10 +24,13 @@ from asyncllm.models.stream import FLOAT_DTYPES
 
 __all__ = ["merge_lora"]
 
-_MERGED = frozenset({"use_dora", "modules_to_save"})
+_MERGED = frozenset({"use_dora", "modules_to_save", "bias"})
 """Entries of a config that are merged, though no row has them."""
 
-_PREFIX, _BASE = "base_model.model.", "base_layer."
+_PREFIX, _BASE, _SAVED = "base_model.model.", "base_layer.", "modules_to_save."
+
+_DECODERS = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.", "")
+"""What the names of a decoder's modules begin with: transformers' versions differ from each other, and from files."""
 
 _PARTS = {
     "lora_A.weight": "a",
@@ -108,7 +111,7 @@ class _Changes:
                 return
         if ".lora_" in bare or bare.endswith("trainable_tokens_delta"):
             raise UnsupportedModel(f"{self._folder}: {short(name)} is not merged: its kind of adapter is not known.")
-        stored = self._stored(bare.replace(_BASE, "").replace("modules_to_save.default.", ""))
+        stored = self._stored(bare.replace(_BASE, "").replace(_SAVED, ""))
         if tuple(tensor.shape) != self._checkpoint.tensors[stored].shape:
             raise UnsupportedModel(
                 f"{self._folder}: {short(name)} is {list(tensor.shape)}, and the checkpoint has "
@@ -117,9 +120,11 @@ class _Changes:
         self._replaced[stored] = tensor.clone()
 
     def _stored(self, name: str) -> str:
-        """Return what the checkpoint calls a tensor: one of a model without its head lacks the first part."""
+        """Return what the checkpoint calls a tensor: one of a model without its head lacks the first part, and one of
+        a model of images has others."""
         tensors = self._checkpoint.tensors
-        for candidate in (name, name.partition(".")[2], f"model.{name}"):
+        inner = [name.removeprefix(prefix) for prefix in _DECODERS if name.startswith(prefix)]
+        for candidate in (name, name.partition(".")[2], *(first + rest for rest in inner for first in _DECODERS)):
             if candidate in tensors:
                 if tensors[candidate].dtype not in FLOAT_DTYPES:
                     raise UnsupportedModel(

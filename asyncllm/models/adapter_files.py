@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -23,6 +23,7 @@ from asyncllm.errors import InvalidCheckpoint, ModelError, ModelNotFound, Unsupp
 from asyncllm.kernels.lora import MAX_PARTS
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import ExactRouter
+from asyncllm.locate import WHOLE_MODULES
 from asyncllm.models.checkpoint import Checkpoint, read_header
 from asyncllm.models.config import MAX_NUMBER
 from asyncllm.models.convert import load_pickle
@@ -39,12 +40,16 @@ _MAX_CONFIG_BYTES = 2**20
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_NAMED = ".default."
+"""What PEFT calls an adapter while it trains, and leaves out when it saves one."""
 
 _FREE = frozenset(
     {
         *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
-        *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
+        *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("ensure_weight_tying", "merge_weights", "runtime_config", "fan_in_fan_out"),
+        *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),
     }
 )
 """Entries that change nothing here: about training, about which modules have tensors, about how a base weight lies."""
@@ -74,7 +79,10 @@ _ENDS: Mapping[str, str] = {
     ".trainable_tokens_delta": "trainable_token_indices: " + _REASONS["trainable_token_indices"],
 }
 
-_PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\.[*+]|\\d[*+])*")
+_WRAPPERS = re.compile(r"\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+"""What compiled and sharded training leaves in names."""
+
+_PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\(\?:|[\w.\]](?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\}))*")
 """Patterns that no name of a module keeps a search busy with: files come from anywhere."""
 
 _MAX_REPEATS = 3
@@ -121,10 +129,12 @@ class AdapterFiles:
             end = _A if name.endswith(_A) else _B
             if not (name.endswith(end) and name.startswith(_PREFIX)):
                 raise _refusal(folder, name)
-            if not tensor.is_floating_point() or tensor.dim() != 2:
-                raise InvalidCheckpoint(f"{folder}: {short(name)} is not a matrix of floats. Download it again.")
+            _check_matrix(folder, name, tensor)
             # The source is a view of a file.
-            found.setdefault(name.removesuffix(end), {})[end] = tensor.to(torch.float32, copy=True)
+            factors = found.setdefault(name.removesuffix(end), {})
+            if end in factors:
+                raise InvalidCheckpoint(f"{folder}: there are two tensors {short(name)}. Save the adapter with PEFT.")
+            factors[end] = tensor.to(torch.float32, copy=True)
         layers: dict[str, list[Factors]] = {}
         for module, pair in found.items():
             if set(pair) != {_A, _B}:
@@ -150,14 +160,26 @@ def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each that the adapter in `folder` has, some of them views of a file. Raises
-    InvalidCheckpoint."""
+    """Yield name and tensor of each that the adapter in `folder` has, some of them views of a file. Names are as PEFT
+    saves them, also where a trainer has saved its own. Raises InvalidCheckpoint, and UnsupportedModel if there are
+    weights in other files."""
+    for file in WHOLE_MODULES:
+        if (folder / file).exists():
+            raise UnsupportedModel(
+                f"{folder}: {file} holds whole modules that were trained with the adapter, and adapters consist of "
+                f"{WEIGHTS_NAME} here. Merge both into the base model, by what they were trained with."
+            )
+    tensors: Iterable[tuple[str, Tensor]]
     if (folder / WEIGHTS_NAME).is_file():
-        yield from Checkpoint(folder, read_header(folder / WEIGHTS_NAME).values()).read()
+        tensors = Checkpoint(folder, read_header(folder / WEIGHTS_NAME).values()).read()
     elif (folder / PICKLE_NAME).is_file():
-        yield from load_pickle(folder / PICKLE_NAME).items()
+        tensors = load_pickle(folder / PICKLE_NAME).items()
     else:
-        raise InvalidCheckpoint(f"{folder} has neither {WEIGHTS_NAME} nor {PICKLE_NAME}. Download the adapter again.")
+        raise InvalidCheckpoint(
+            f"{folder} has neither {WEIGHTS_NAME} nor {PICKLE_NAME}. Give a folder that PEFT has saved an adapter to."
+        )
+    for name, tensor in tensors:
+        yield _WRAPPERS.sub("", name).replace(_NAMED, "."), tensor
 
 
 def _digest(folder: Path) -> str:
@@ -172,6 +194,21 @@ def _digest(folder: Path) -> str:
     return total.hexdigest()
 
 
+def _check_matrix(folder: Path, name: str, tensor: Tensor) -> None:
+    if not tensor.numel():
+        raise InvalidCheckpoint(
+            f"{folder}: {short(name)} is empty, as it is where weights were not gathered from the processes that "
+            f"trained them (DeepSpeed's stage 3). Save the adapter again with all weights gathered."
+        )
+    if not tensor.is_floating_point():
+        raise InvalidCheckpoint(f"{folder}: {short(name)} is not a matrix of floats. Download it again.")
+    if tensor.dim() != 2:
+        raise UnsupportedModel(
+            f"{folder}: {short(name)} is {list(tensor.shape)}, of a convolution, and linear layers take adapters. "
+            f"Merge the adapter into its base model."
+        )
+
+
 def _refusal(folder: Path, name: str) -> ModelError:
     """Return what is to be said of a tensor that is neither lora_A nor lora_B."""
     for end, why in _ENDS.items():
@@ -179,8 +216,8 @@ def _refusal(folder: Path, name: str) -> ModelError:
             return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}.")
     if name.startswith(_PREFIX):
         return UnsupportedModel(
-            f"{folder}: {short(name)} is a weight of its own (modules_to_save or bias), and adapters consist of lora_A "
-            f"and lora_B here. Merge the adapter into its base model."
+            f"{folder}: {short(name)} is another method's, or a weight of its own (modules_to_save or bias), and "
+            f"adapters consist of lora_A and lora_B here. Merge the adapter into its base model."
         )
     return InvalidCheckpoint(f"{folder}: {short(name)} is not a tensor of PEFT's, whose names begin with {_PREFIX}")
 
@@ -228,20 +265,25 @@ class AdapterConfig:
         and UnsupportedModel for what is not implemented."""
         self._file = file
         entries = self._read()
+        if "lora_parameters" in entries:
+            raise UnsupportedModel(
+                f"{file}: this is an adapter of mlx-lm's, whose factors lie otherwise. Fuse it with mlx-lm, or convert "
+                f"it to PEFT's form."
+            )
         if entries.get("peft_type") != "LORA":
             raise UnsupportedModel(f"{file}: peft_type is {short(entries.get('peft_type'))}, and LORA is implemented.")
         for name, value in entries.items():
             if value and name not in _FREE | _READ | allowed:
                 self._check_other(name, value)
-        if entries.get("bias", "none") != "none":
+        if entries.get("bias", "none") != "none" and "bias" not in allowed:
             raise UnsupportedModel(
                 f"{file}: bias is {short(entries['bias'])}, and adapters have no biases here ('none'). Merge "
                 f"the adapter into its base model."
             )
         self._rank = self._number("r", entries.get("r"), whole=True)
         self._alpha = self._number("lora_alpha", entries.get("lora_alpha"))
-        self._rslora = entries.get("use_rslora") is True
-        self.turned = entries.get("fan_in_fan_out") is True
+        self._rslora = self._flag("use_rslora", entries.get("use_rslora"))
+        self.turned = self._flag("fan_in_fan_out", entries.get("fan_in_fan_out"))
         """Whether the base's weights are [in, out]."""
         self._ranks = self._patterns("rank_pattern", entries.get("rank_pattern"), whole=True)
         self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))
@@ -271,6 +313,11 @@ class AdapterConfig:
             why = "the base's weights were changed with it. Let PEFT convert it when it is saved"
         raise UnsupportedModel(f"{self._file}: {short(name)} = {short(value)} is not implemented: {why}.")
 
+    def _flag(self, name: str, value: Any) -> bool:
+        if value not in (None, False, True) or isinstance(value, float):
+            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be true or false.")
+        return bool(value)
+
     def _number(self, name: str, value: Any, *, whole: bool = False) -> float:
         number = type(value) is int or (type(value) is float and not whole)
         if not number or not abs(value) <= MAX_NUMBER or (whole and value < 1):
@@ -282,7 +329,7 @@ class AdapterConfig:
             raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be an object.")
         patterns = []
         for key, number in (value or {}).items():
-            if not _PATTERN.fullmatch(key) or len(re.findall(r"[*+]", key)) > _MAX_REPEATS:
+            if not _PATTERN.fullmatch(key) or len(re.findall(r"[*+{]|[^(]\?", key)) > _MAX_REPEATS:
                 raise UnsupportedModel(
                     f"{self._file}: the pattern {short(key)} of {name} is too involved to be searched."
                 )

@@ -18,6 +18,7 @@ from asyncllm.lite import merge_lora
 from asyncllm.pipeline import Pipeline
 from tests.adapters import PREFIX, delta, write_adapter
 from tests.checkpoints import build_checkpoint
+from tests.vl.checkpoints import folder_of as vlm_folder
 
 CPU = {"device_type": "cpu", "num_gpu_blocks": 32}
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -91,6 +92,50 @@ def test_dora_embeddings_and_saved_modules(base: Path, tmp_path: Path) -> None:
             assert torch.equal(found[name], tensor), name
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("qwen2_vl", {"model.language_model.": "model.", "model.visual.": "visual."}),
+        ("llava", {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}),
+    ],
+)
+def test_towers_and_decoders_of_images_models(kind: str, stored: dict[str, str], tmp_path: Path) -> None:
+    """By the names that transformers has for modules, which are not those of the files."""
+    base = vlm_folder(kind)
+    weights = load_file(base / "model.safetensors")
+    shapes, named = {}, {}
+    for module, in_files in stored.items():
+        name = next(
+            each
+            for each, tensor in weights.items()
+            if each.startswith(in_files)
+            and each.endswith(".weight")
+            and ".layers.1." in each.replace("blocks", "layers")
+            if tensor.dim() == 2
+        )
+        key = module + name.removeprefix(in_files).removesuffix(".weight")
+        shapes[key], named[key] = tuple(weights[name].shape), name
+    adapter = write_adapter(tmp_path / "adapter", shapes)
+    found = load_file(merge_lora(base, str(tmp_path / "out"), adapter=str(adapter)) / "model.safetensors")
+    changed_names = {name for name, tensor in weights.items() if not torch.equal(tensor, found[name])}
+    assert changed_names == set(named.values())
+    for key, name in named.items():
+        torch.testing.assert_close(found[name], weights[name] + delta(key, shapes[key]), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_and_modules_by_their_trainings_names(tmp_path: Path) -> None:
+    base = build_checkpoint("qwen2", tmp_path / "base", vocab_size=320)
+    weights = load_file(base / "model.safetensors")
+    module = "model.layers.0.self_attn.q_proj"
+    adapter = write_adapter(tmp_path / "adapter", {module: tuple(weights[f"{module}.weight"].shape)})
+    bias, norm = torch.randn_like(weights[f"{module}.bias"]), torch.randn_like(weights["model.norm.weight"])
+    more = {f"{module}.base_layer.bias": bias, "model.norm.modules_to_save.default.weight": norm}
+    changed(adapter, more, bias="lora_only", modules_to_save=["norm"])
+    found = load_file(merge_lora(base, str(tmp_path / "out"), adapter=str(adapter)) / "model.safetensors")
+    assert torch.equal(found[f"{module}.bias"], bias)
+    assert torch.equal(found["model.norm.weight"], norm)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ Q = "model.layers.1.self_attn.q_proj"
         ({"target_modules": r".*\.(q_proj|k_proj)"}, 2.0),
         ({"fan_in_fan_out": True, "init_lora_weights": "gaussian", "lora_dropout": 0.5}, 2.0),
         ({"pickled": True, "dtype": torch.bfloat16}, 2.0),
+        ({"lora_dtype": "float32", "lorap_emb_lr": 1e-06, "corda_config": {"cache_file": None}}, 2.0),
+        ({"alpha_pattern": {r"layers\.[0-9]+\.(?:self_attn|mlp)\.\w+": 6}}, 1.5),
     ],
 )
 def test_scales_and_spellings(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
@@ -159,6 +161,8 @@ REFUSED: list[tuple[dict[str, Any], type[ModelError], str]] = [
     ({"init_lora_weights": "pissa_niter_4"}, UnsupportedModel, "init_lora_weights"),
     ({"alora_invocation_tokens": [5]}, UnsupportedModel, "alora_invocation_tokens"),
     ({"some_new_feature": {"a": 1}}, UnsupportedModel, "some_new_feature"),
+    ({"lora_parameters": {"rank": 8}, "peft_type": None}, UnsupportedModel, "mlx-lm"),
+    ({"use_rslora": "true"}, InvalidCheckpoint, "use_rslora"),
     ({"r": 0}, InvalidCheckpoint, "r is 0"),
     ({"r": 8}, InvalidCheckpoint, "rank 8"),
     ({"r": True}, InvalidCheckpoint, "r is"),
@@ -167,6 +171,8 @@ REFUSED: list[tuple[dict[str, Any], type[ModelError], str]] = [
     ({"lora_alpha": 10**400}, InvalidCheckpoint, "lora_alpha"),
     ({"rank_pattern": [1]}, InvalidCheckpoint, "rank_pattern"),
     ({"alpha_pattern": {"(a+)+": 1}}, UnsupportedModel, "alpha_pattern"),
+    ({"alpha_pattern": {"(?:a{1,9}){1,9}": 1}}, UnsupportedModel, "alpha_pattern"),
+    ({"alpha_pattern": {"a?" * 9 + "a" * 9: 1}}, UnsupportedModel, "alpha_pattern"),
     ({"alpha_pattern": {"(a": 1}}, InvalidCheckpoint, "alpha_pattern"),
     ({"target_modules": ["v_proj"]}, InvalidCheckpoint, "target_modules"),
 ]
@@ -195,6 +201,56 @@ def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
         folder = write_adapter(tmp_path / f"tower {number}", {f"model.{module}": (24, 24)})
         with pytest.raises(UnsupportedModel, match=module.rpartition(".")[2]):
             AdapterFiles.read(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".weight", ".default.weight"),
+        ("model.layers", "_orig_mod.model.layers"),
+        (".layers.", "._fsdp_wrapped_module.layers."),
+        (".self_attn", "._checkpoint_wrapped_module.self_attn"),
+        ("model.model.layers", "model.layers"),
+    ],
+)
+def test_names_that_trainers_leave_are_pefts(tmp_path: Path, old: str, new: str) -> None:
+    """Of the adapter while it was trained, of compiled and sharded modules, and of a model without its head."""
+    folder, model = write_adapter(tmp_path, llama_shapes("q_proj")), open_case(LLAMA)
+    expected = AdapterFiles.read(folder, model).layers
+    file = folder / "adapter_model.safetensors"
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
+    found = AdapterFiles.read(folder, model).layers
+    assert {path: [each.part for each in parts] for path, parts in found.items()} == {
+        path: [each.part for each in parts] for path, parts in expected.items()
+    }
+    assert torch.equal(found["layers.1.attn.qkv"][0].b, expected["layers.1.attn.qkv"][0].b)
+
+
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "vit.safetensors", "new_embeddings.safetensors"])
+def test_whole_modules_in_other_files_are_refused(tmp_path: Path, name: str) -> None:
+    folder = write_adapter(tmp_path, {Q: (64, 48)})
+    (folder / name).write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=name):
+        AdapterFiles.read(folder, open_case(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("added", "shape", "kind", "named"),
+    [
+        ("self_attn.q_proj.lora_A.default.weight", (4, 48), InvalidCheckpoint, "two tensors"),
+        ("self_attn.k_proj.lora_A.weight", (0,), InvalidCheckpoint, "empty"),
+        ("mixer.conv1d.lora_A.weight", (4, 48, 3), UnsupportedModel, "convolution"),
+        ("self_attn.q_proj.oft_R.weight", (4, 6), UnsupportedModel, "another method"),
+    ],
+)
+def test_tensors_of_other_kinds_are_refused(
+    tmp_path: Path, added: str, shape: tuple[int, ...], kind: type[ModelError], named: str
+) -> None:
+    folder = write_adapter(tmp_path, {Q: (64, 48)})
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), f"base_model.model.model.layers.1.{added}": torch.ones(shape)}, file)
+    with pytest.raises(kind, match=named):
+        AdapterFiles.read(folder, open_case(LLAMA))
 
 
 @pytest.mark.parametrize(
