@@ -39,6 +39,7 @@ MAX_IMAGE_PIXELS = 2**26
 
 FETCH_SECONDS = 30.0
 _PIECE = 2**16
+_STRIP = 256
 _SPACES = b" \t\n\r\f"
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -49,9 +50,10 @@ _SIXTEEN_BIT = frozenset({"I;16", "I;16B", "I;16L", "I;16N"})
 def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = FETCH_SECONDS) -> Image.Image:
     """Return an RGB image from a path, an http(s) or `data:` URL, the bytes of a file, or an image of PIL's.
 
-    It is turned as its EXIF entry says; of an animated one it is the first frame; 16 bits become 8. It reads files and
-    calls any address that it is given, so it is for a program's own use: a server fetches for its clients by rules of
-    its own. Raises InvalidMessage for what is no image or too large, UnsupportedFeature for SVG.
+    It is turned as its EXIF entry says; of an animated one it is the first frame; 16 bits become 8, and what can be
+    seen through is white behind. It reads files and calls any address that it is given, so it is for a program's own
+    use: a server fetches for its clients by rules of its own. Raises InvalidMessage for what is no image or too large,
+    UnsupportedFeature for SVG.
     """
     if isinstance(image_url, Image.Image):
         return _finished(image_url)
@@ -175,11 +177,18 @@ def _finished(image: Image.Image) -> Image.Image:
         raise UnsupportedFeature(
             "The image's pixels are floats, and nothing says what is white. Save it with 8 or 16 bits.", "messages"
         )
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # as Pillow warns of what it would forget
-    converted = image.convert("RGB")
+    converted = _on_white(image) if image.has_transparency_data else image.convert("RGB")
     converted.info = {}
     return converted
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return an image in RGB as it looks on a white page, where black letters on nothing are seen."""
+    page = Image.new("RGB", image.size)
+    for top in range(0, image.height, _STRIP):  # so that a large image is not there several times
+        strip = image.crop((0, top, image.width, min(top + _STRIP, image.height))).convert("RGBA")
+        page.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), (0, top))
+    return page
 
 
 def _fetched(url: str, timeout: float, what: str = "image") -> bytes:

@@ -84,11 +84,36 @@ def test_other_modes_become_rgb(mode: str) -> None:
     assert load_image(saved(picture(1).convert(mode), kind)).mode == "RGB"
 
 
-@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
-def test_a_palette_with_transparency_keeps_its_colours(transparency: int | bytes) -> None:
-    palette = picture(1).convert("P")
-    loaded = load_image(saved(palette, "PNG", transparency=transparency))
-    assert far_apart(loaded, palette.convert("RGB")) == 0
+def half_seen(mode: str) -> Image.Image:
+    """Return an image of more than one strip, whose upper rows are seen through."""
+    seen = Image.linear_gradient("L").resize((9, 600))
+    image = picture(1, 9, 600).convert("RGB")
+    image.putalpha(seen)
+    return image.convert(mode)
+
+
+PALETTE = half_seen("RGB").quantize(16)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(half_seen("RGBA"), "PNG"),
+        saved(half_seen("LA"), "PNG"),
+        saved(half_seen("RGBA"), "WEBP"),
+        saved(PALETTE, "PNG", transparency=3),
+        saved(PALETTE, "PNG", transparency=bytes(range(0, 256, 16))),
+        saved(half_seen("RGB"), "PNG", transparency=half_seen("RGB").getpixel((0, 599))),
+    ],
+    ids=["RGBA", "LA", "WebP", "one colour", "alpha of each colour", "RGB"],
+)
+def test_what_is_seen_through_is_white(data: bytes) -> None:
+    """As transformers and vLLM have it."""
+    with Image.open(BytesIO(data)) as image:
+        seen = image.convert("RGBA")
+    loaded = load_image(data)
+    assert far_apart(loaded, Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")) == 0
+    assert far_apart(loaded, seen.convert("RGB")) > 0
 
 
 @pytest.mark.parametrize(
