@@ -104,7 +104,8 @@ class ModelFiles:
     def adapter_template(self, name: str, path: str) -> ChatTemplate | None:
         """Return the chat template of a LoRA adapter, or None if it is the model's. Reads files. Raises ModelError,
         InvalidParameter."""
-        template = ChatTemplate.of_adapter(name, Path(path), self._template_folder, self.template_config)
+        tokenizer, _ = self.texts()
+        template = ChatTemplate.of_adapter(name, Path(path), self._template_folder, tokenizer, self.template_config)
         if template is not None:
             logger.info("The adapter %r has a chat template of its own (%s)", name, template.name)
         return template

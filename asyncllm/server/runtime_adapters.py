@@ -141,7 +141,8 @@ async def _load(service: Service, name: str, path: str, *, replace: bool) -> Non
         status = 404 if isinstance(error, ModelNotFound) else 400
         raise ApiError(status, str(error), code="invalid_adapter", param="lora_path") from None
     except InvalidParameter as error:
-        raise ApiError(400, str(error), code="invalid_value", param=f"lora_{error.param}") from None
+        param = "lora_name" if error.param == "name" else "lora_path"
+        raise ApiError(400, str(error), code="invalid_value", param=param) from None
     service.openapi = b""
 
 

@@ -13,7 +13,14 @@ import msgspec
 
 from asyncllm.config import Capability, ChatTemplateConfig
 from asyncllm.config.chat_template import PARTS
-from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.errors import (
+    InvalidCheckpoint,
+    InvalidMessage,
+    InvalidParameter,
+    UnsupportedFeature,
+    UnsupportedModel,
+    short,
+)
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
@@ -121,7 +128,7 @@ class ChatTemplate:
 
     @classmethod
     def of_adapter(
-        cls, name: str, folder: Path, model: Path | None, config: ChatTemplateConfig | None = None
+        cls, name: str, folder: Path, model: Path | None, tokenizer: Tokenizer, config: ChatTemplateConfig | None = None
     ) -> Self | None:
         """Return the template for conversations with the LoRA adapter `name`; None if it is that of the model.
 
@@ -130,7 +137,7 @@ class ChatTemplate:
         tokens are the model's where the folder names none; the model's.
 
         Raises InvalidParameter if a registered class cannot be built, InvalidCheckpoint for a damaged file and when a
-        template does not compile.
+        template does not compile, and UnsupportedModel if the folder's has tokens that `tokenizer`, the model's, lacks.
         """
         if MODELS.get(name) is not None:
             return cls._composed(name, ChatTemplateConfig(), {})
@@ -142,6 +149,15 @@ class ChatTemplate:
         jinja, known = checkpoint_template(folder, named), checkpoint_template(model, tokens.named)
         if jinja is None or (known is not None and known.source == jinja.source and tokens.named == named):
             return None
+        written = jinja.source + "".join(text for key, text in own.named.items() if key in jinja.source)
+        for token, number in ((each.content, own_id) for own_id, each in own.added.items()):
+            if token in written and tokenizer.token_id(token) != number:
+                raise UnsupportedModel(
+                    f"{folder}: the adapter's chat template has {short(token)}, token {number} of the adapter's "
+                    f"tokenizer, and the model's has {tokenizer.token_id(token)} for it: prompts would not be those of "
+                    f"the training. Choose a template by chat_template_config, take the adapter's out of its folder, "
+                    f"or merge it into a checkpoint with its tokenizer."
+                )
         return cls._of_jinja(jinja, config, tokens.special_texts() | own.special_texts())
 
     @classmethod

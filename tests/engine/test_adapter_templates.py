@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig, GenerationConfig
-from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedFeature, UnsupportedModel
 from asyncllm.locate import locate, locate_adapter
 from asyncllm.model import MODELS, BaseChatTemplate
 from asyncllm.pipeline import Pipeline
@@ -104,6 +104,28 @@ async def test_an_adapter_has_the_template_of_its_name_or_of_its_folder(shipped:
         await engine.unload_adapter("named")
         await engine.load_adapter("vicuna", "tiny-lora")
         assert "USER: Who are you? ASSISTANT:" in await text_of(engine, "vicuna"), "a built-in name counts too"
+
+
+@pytest.mark.parametrize("reached_by", ["its text", "its name"])
+async def test_tokens_that_the_model_has_not_are_refused_before_a_template_writes_them(
+    shipped: Path, reached_by: str, tmp_path: Path
+) -> None:
+    """As an end of turns that a trainer has given another text."""
+    folder = tmp_path / "renamed"
+    shutil.copytree(shipped, folder)
+    own = {"2": {"content": "<|im_over|>"}, "9": {"content": "<|nowhere|>"}}
+    written = "<|im_over|>" if reached_by == "its text" else "{{ eos_token }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_over|>", "added_tokens_decoder": own}))
+    (folder / "chat_template.jinja").write_text(SHIPPED + written)
+    async with opened(shipped) as engine:
+        with pytest.raises(UnsupportedModel, match=r"'<\|im_over\|>'.*token 2"):
+            await engine.load_adapter("renamed", str(folder))
+        (folder / "chat_template.jinja").write_text(SHIPPED)
+        await engine.load_adapter("renamed", str(folder))
+        assert await text_of(engine, "renamed") == OF_FOLDER
+    (folder / "chat_template.jinja").write_text(SHIPPED + written)
+    async with opened(shipped, ChatTemplateConfig(user="[", eoh="]"), renamed=str(folder)) as engine:
+        assert await text_of(engine, "renamed") == "<|bos|>[Who are you?]"
 
 
 async def test_a_template_that_is_chosen_for_the_engine_is_that_of_folders_too(shipped: Path) -> None:
