@@ -24,6 +24,7 @@ __all__ = [
     "NUMBER_MARK",
     "OPTIONS",
     "OWN_END",
+    "PART_KEYS",
     "VIDEO_MARK",
     "VIDEO_OPTIONS",
     "VIDEO_PARTS",
@@ -31,7 +32,9 @@ __all__ = [
     "holds_images",
     "is_address",
     "is_data_url",
+    "names_image",
     "parts_of",
+    "source_of",
     "split_marks",
     "take_images",
     "with_numbers",
@@ -67,9 +70,14 @@ VIDEO_PARTS = ("video_url", "video")
 OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
 VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 """Keys of a part that describe its image, besides its source."""
-
+UNSAID = frozenset({"cache_control", "modalities", "uuid"})
+"""Keys of a part that change nothing here: Anthropic's, SGLang's and vLLM's."""
+_SOURCES = ("url", "data", "frames")
+PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *OPTIONS, *VIDEO_OPTIONS, *UNSAID})
+"""All keys of a part that is an image or a video."""
 
 _MARKS = frozenset(KINDS)
+_FILE_NAME = re.compile(r"\.(bmp|gif|jpe?g|png|tiff?|webp)$", re.IGNORECASE)
 _ANY_MARK = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
 
 
@@ -90,6 +98,20 @@ def is_data_url(source: object) -> TypeGuard[str]:
 def is_address(source: object) -> TypeGuard[str]:
     """Return whether this is an http(s) URL."""
     return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
+def names_image(text: str) -> bool:
+    """Return whether a text is a URL of an image, or ends as its file's name does."""
+    return is_data_url(text) or is_address(text) or text.startswith("file://") or bool(_FILE_NAME.search(text))
+
+
+def source_of(part: Mapping[str, Any], kind: str) -> Any:
+    """Return the image or the video that a part of this type names; None if it names none."""
+    value = part.get(kind)
+    if isinstance(value, dict):
+        return next((value[name] for name in _SOURCES if name in value), None)
+    # Beside the type, as in messages for transformers.
+    return part.get("url") if value is None else value
 
 
 def holds_images(prompt: Any) -> bool:
@@ -117,7 +139,9 @@ def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
         if len(prompt) != 2:
             raise InvalidMessage("A prompt with images is a tuple of two: (text, image) or (text, [image, ...]).")
         text, images = prompt
-        sources += [ImageSource(image, {}) for image in (images if isinstance(images, list | tuple) else [images])]
+        for image in images if isinstance(images, list | tuple) else [images]:
+            part = {"image": image}
+            sources.append(_source(part, "image", "The prompt") if isinstance(image, dict) else ImageSource(image, {}))
         marked: Any = _placed([*[IMAGE_MARK] * len(sources), text], "The prompt")
     else:
         marked = [_without_images(message, f"messages[{index}]", sources) for index, message in enumerate(prompt)]
@@ -185,15 +209,14 @@ def _placed(pieces: Sequence[str], where: str) -> str:
 
 
 def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
-    value = part.get(kind)
-    options = {}
-    if isinstance(value, dict):
-        names = ("url", "data", "frames")
-        options = {key: each for key, each in value.items() if key not in names and each is not None}
-        value = next((value[name] for name in names if name in value), None)
-    if value is None:
+    value, source, is_video = part.get(kind), source_of(part, kind), kind in VIDEO_PARTS
+    if source is None:
         raise InvalidMessage(f'{where} names no image. Give {{"type": "image_url", "image_url": {{"url": "..."}}}}.')
-    is_video = kind in VIDEO_PARTS
+    inner = value if isinstance(value, dict) else {}
+    # Options stand beside the URL or beside the type.
+    given = {**part, **inner}
+    given = {key: each for key, each in given.items() if each is not None}
+    options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *UNSAID}}
     known = VIDEO_OPTIONS if is_video else OPTIONS
     unknown = sorted(map(str, options.keys() - known))
     if unknown:
@@ -201,6 +224,6 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
             f"{where} has the unknown option {short(unknown[0])}. Its options are: {', '.join(sorted(known))}.",
             "messages",
         )
-    if is_video and isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_FRAMES:
-        raise InvalidMessage(f"{where} is a video of {len(value)} frames, and it has 1 to {MAX_FRAMES}. Send fewer.")
-    return ImageSource(value, options, is_video)
+    if is_video and isinstance(source, list | tuple) and not 1 <= len(source) <= MAX_FRAMES:
+        raise InvalidMessage(f"{where} is a video of {len(source)} frames, and it has 1 to {MAX_FRAMES}. Send fewer.")
+    return ImageSource(source, options, is_video)

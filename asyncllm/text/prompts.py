@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import InvalidMessage, InvalidParameter
-from asyncllm.text.image_marks import is_address, is_data_url
+from asyncllm.text.image_marks import names_image
 from asyncllm.types import ImagePrompt, Message
 
 __all__ = [
@@ -66,11 +66,11 @@ def is_single(prompts: Prompts) -> bool:
 
 
 def _has_images(prompts: Any) -> bool:
-    """Return whether this is (text, images). Of two texts the second is an image if it is a URL, as a tuple may be a
-    batch."""
+    """Return whether this is (text, images). Of two texts the second is an image if it is a URL or a file's name, as a
+    tuple may be a batch."""
     if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
         return False
-    return not isinstance(prompts[1], str) or is_data_url(prompts[1]) or is_address(prompts[1])
+    return not isinstance(prompts[1], str) or names_image(prompts[1])
 
 
 def pair_with_configs(

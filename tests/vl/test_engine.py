@@ -6,6 +6,7 @@ import base64
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from asyncllm import (
     GenerationConfig,
     InvalidMessage,
     InvalidParameter,
+    Response,
     UnsupportedFeature,
 )
 from asyncllm.agent.image_features import ImageFeatures
@@ -186,7 +188,20 @@ async def test_a_request_says_how_its_images_are_prepared() -> None:
             with pytest.raises(InvalidParameter, match=says):
                 await engine.generate(("what?", image), GREEDY, mm_processor_kwargs=options)
         assert (await engine.generate("what?", GREEDY, mm_processor_kwargs={"detail": "low"})).text
+        beside = [{"role": "user", "content": [{"type": "image", "image": image, "max_dynamic_patch": 1}]}]
+        low = {"data": image, "detail": "low"}
+        for prompt in (beside, ("what?", low), ("what?", [low])):
+            assert (await engine.generate(prompt, GREEDY)).image_token_len == 4
         engine.check_idle()
+
+
+async def test_of_two_texts_the_second_may_name_an_image(engine: AsyncEngine, tmp_path: Path) -> None:
+    picture(1).save(tmp_path / "cat 1.PNG")
+    for name in (str(tmp_path / "cat 1.PNG"), f"file://{tmp_path}/cat%201.PNG"):
+        answer = await engine.batch_infer(("what?", name), GREEDY)
+        assert isinstance(answer, Response)
+        assert answer.num_images == 1
+    assert len(await engine.batch_infer(("what?", "a cat"), GREEDY)) == 2  # type: ignore[arg-type]
 
 
 async def test_a_session_is_not_cut_within_an_image(engine: AsyncEngine) -> None:
@@ -247,6 +262,12 @@ async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) ->
             InvalidParameter,
             "unknown option 'size'",
         ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x", "size": 1}]}],
+            InvalidParameter,
+            "unknown option 'size'",
+        ),
+        (("what?", {"path": "x.png"}), InvalidMessage, "names no image"),
         (
             [{"role": "user", "content": [{"type": "image", "image": {"data": picture(1), "max_pixels": 9}}]}],
             InvalidParameter,

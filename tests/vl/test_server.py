@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from io import BytesIO
@@ -15,6 +16,7 @@ from aiohttp.abc import AbstractResolver
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter
 from asyncllm.config.server import ServerConfig
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request import media
 from asyncllm.server.request.media import MAX_BYTES, MediaFetcher, is_public
 from asyncllm.server.service import MAX_BODY
 from tests.server.serving import serving
@@ -74,12 +76,61 @@ async def test_a_chat_with_images(tmp_path: Path) -> None:
         engine.check_idle()
 
 
+async def test_spellings_of_other_servers_and_libraries() -> None:
+    url, text = data_url(1), {"type": "text", "text": "what?"}
+    spelled: list[list[Any]] = [
+        [{"type": "image_url", "image_url": {"url": url}}, text],
+        [{"type": "image_url", "image_url": url, "uuid": "a", "cache_control": {"type": "ephemeral"}}, text],
+        [{"image_url": url, "uuid": None}, "what?"],
+        [{"image_url": {"url": url, "detail": None}, "modalities": "multi-images"}, {"text": "what?"}],
+        [{"type": "image", "image": url}, text],
+        [{"type": "image", "url": url}, text],
+        [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what?"}],
+        [{"type": "input_image", "image_url": {"url": url}, "detail": "high"}, text],
+    ]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"type": "image_url", "image_url": url, "max_pixels": 16}, "max_pixels=16: this model's"),
+        ({"type": "image", "image": url, "resized_height": 16}, "unknown option 'resized_height'"),
+        ({"type": "input_image", "file_id": "a"}, "names nothing"),
+        ({"type": "image_url", "image_url": None, "uuid": "a"}, "names nothing"),
+        ({"type": "image_url", "image_url": {"url": url.partition(",")[2]}}, "Put data:image/png;base64, in front"),
+        ({"type": ["image_url"], "image_url": url}, "not a part"),
+        ({"audio_url": url}, "not a part"),
+    ]
+    engine = AsyncEngine(str(folder_of("llava")), EngineConfig(block_size=8, num_gpu_blocks=128))
+    async with serving(engine) as server:
+        answers = []
+        for content in spelled:
+            asked = question() | {"messages": [{"role": "user", "content": content}]}
+            status, body = await server.post("/v1/chat/completions", asked)
+            assert status == 200, (content, body)
+            assert body["usage"]["prompt_tokens_details"]["images"] == 1
+            answers.append(body["choices"][0]["message"]["content"])
+        assert len(set(answers)) == 1
+        for part, says in refused:
+            asked = question() | {"messages": [{"role": "user", "content": [part, text]}]}
+            status, body = await server.post("/v1/chat/completions", asked)
+            assert status == 400, part
+            assert says in body["error"]["message"], body
+    async with serving(AsyncEngine(str(folder_of("llava")), engine.config), unknown_fields="ignore") as server:
+        part = {"type": "image_url", "image_url": url, "resized_height": 16}
+        asked = question() | {"messages": [{"role": "user", "mood": "good", "content": [part, part, "what?"]}]}
+        async with server.http.post(f"{server.url}/v1/chat/completions", json=asked) as response:
+            assert response.status == 200
+            assert response.headers["X-Ignored-Fields"] == "messages.mood, messages.content.resized_height"
+
+
 async def test_images_of_lmdeploys_own_fields() -> None:
     engine = AsyncEngine(str(folder_of("llava")), EngineConfig(block_size=8, num_gpu_blocks=128))
     greedy = GenerationConfig(max_new_tokens=5, temperature=0, ignore_eos=True)
     usual = {"temperature": 0, "ignore_eos": True}
     async with serving(engine) as server:
-        for urls, images in ((data_url(1), [picture(1)]), ([data_url(2), data_url(1)], [picture(2), picture(1)])):
+        for urls, images in (
+            (data_url(1), [picture(1)]),
+            ([data_url(2), data_url(1)], [picture(2), picture(1)]),
+            ({"url": data_url(1), "detail": "high"}, [picture(1)]),
+            ([data_url(2), {"url": data_url(1)}], [picture(2), picture(1)]),
+        ):
             asked = {"prompt": "what?", "image_url": urls, "request_output_len": 5, **usual}
             status, body = await server.post("/v1/chat/interactive", asked)
             assert status == 200, body
@@ -99,6 +150,10 @@ async def test_images_of_lmdeploys_own_fields() -> None:
             for source in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png", "data:image/png;base64,AAAA"):
                 status, _ = await server.post(path, {"prompt": "what?", field: source})
                 assert status == 400, source
+                status, _ = await server.post(path, {"prompt": "what?", field: [{"url": source}]})
+                assert status == 400, source
+            status, body = await server.post(path, {"prompt": "what?", field: {"url": data_url(1), "max_pixels": 9}})
+            assert (status, "max_pixels=9" in body["error"]["message"]) == (400, True)
         engine.check_idle()
 
 
@@ -141,8 +196,13 @@ async def port() -> AsyncIterator[int]:
     async def large(request: web.Request) -> web.Response:
         return web.Response(body=bytes(MAX_BYTES + 1))
 
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)
+        raise web.HTTPFound(f"/slow?{request.query_string}x")
+
     app = web.Application()
     app.add_routes([web.get("/x.png", picture_file), web.get("/moved", moved), web.get("/large", large)])
+    app.add_routes([web.get("/slow", slow)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -166,9 +226,25 @@ async def test_what_is_fetched(port: int) -> None:
             await fetcher.fetch(f"http://images.example:{port}/{path}")
 
 
+async def test_an_address_has_its_seconds_with_all_redirects(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "SECONDS", 0.25)
+    fetcher = MediaFetcher(["*"], accepts=lambda address: True, resolver=_Fixed(port))
+    with pytest.raises(ApiError, match="TimeoutError"):
+        await fetcher.fetch(f"http://images.example:{port}/slow")
+
+
+async def test_what_a_request_has_fetched_is_bounded(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MAX_TOTAL", 13)
+    fetcher = MediaFetcher(["*"], accepts=lambda address: True, resolver=_Fixed(port))
+    for _ in range(2):
+        assert await fetcher.fetch(f"http://images.example:{port}/x.png") == b"pixels"
+    with pytest.raises(ApiError, match="more than 13 bytes"):
+        await fetcher.fetch(f"http://images.example:{port}/x.png")
+
+
 async def test_private_addresses_are_never_connected_to(port: int) -> None:
     anywhere = MediaFetcher(["*"], resolver=_Fixed(port))
-    for host in ("images.example", "127.0.0.1", "[::1]", "10.0.0.1", "169.254.169.254", "[::ffff:127.0.0.1]"):
+    for host in ("images.example", "127.0.0.1", "[::1]", "10.0.0.1", "169.254.169.254", "[64:ff9b::7f00:1]"):
         with pytest.raises(ApiError, match="private network"):
             await anywhere.fetch(f"http://{host}:{port}/x.png")
     with pytest.raises(ApiError, match="user or a password"):
@@ -185,8 +261,18 @@ def test_names_of_hosts_that_are_none() -> None:
 def test_public_addresses() -> None:
     assert is_public("8.8.8.8")
     assert is_public("2001:4860:4860::8888")
-    for address in ("192.168.0.1", "fe80::1%eth0", "fd00::1", "0.0.0.0", "224.0.0.1", "nonsense", "::ffff:10.0.0.1"):
+    assert is_public("64:ff9b::808:808"), "as a network of IPv6 alone has addresses of IPv4"
+    for address in ("192.168.0.1", "fe80::1%eth0", "fd00::1", "0.0.0.0", "224.0.0.1", "nonsense", "ff02::1", "fec0::1"):
         assert not is_public(address)
+    for within in (
+        "::ffff:7f00:1",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::a00:1",
+        "2002:a00:1::",
+        "::7f00:1",
+        "::ffff:0:a00:1",
+    ):
+        assert not is_public(within), "an address of IPv4 stands in it"
 
 
 async def test_how_images_are_prepared_may_be_said_on_every_route() -> None:

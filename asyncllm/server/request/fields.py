@@ -43,8 +43,9 @@ Variables = dict[str, str | int | float | bool | None]
 ImageOptions = dict[str, int | float | str]
 """How images are prepared."""
 
-ImageUrls = Annotated[list[str], Meta(max_length=MAX_IMAGES)] | str | None
-"""An empty one is none."""
+ImageUrl = str | dict[str, int | float | str]
+"""A URL, also with options beside it: {"url": ..., "max_pixels": ...}. An empty one is none."""
+ImageUrls = Annotated[list[ImageUrl], Meta(max_length=MAX_IMAGES)] | ImageUrl | None
 
 Prompt = str | list[str | int | list[int]]
 """A text, texts, token ids, or several lists of them; a list is of one kind."""

@@ -6,6 +6,7 @@ Fields that tell a model nothing are dropped; older and newer names become those
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from aiohttp import web
 from asyncllm.server.request.decode import IGNORED
 from asyncllm.server.request.media import with_images
 from asyncllm.server.service import service_of
+from asyncllm.text.image_marks import PART_KEYS
 from asyncllm.text.messages import EXTRA_KEYS
 from asyncllm.types import Message
 
@@ -28,6 +30,8 @@ ROLES = {"developer": "system", "function": "tool"}
 """OpenAI's newer and older names of roles -> the templates' name."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Further types of text parts -> the key of the text."""
+MEDIA_TYPES = {"image_url": "image_url", "video_url": "video_url", "input_image": "image_url"}
+"""Types of parts, which the first two may leave out, -> the key of the image or the video."""
 
 
 async def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
@@ -35,14 +39,25 @@ async def normalised(request: web.Request, messages: list[dict[str, Any]] | str)
     `unknown_fields="ignore"`, unknown keys are left out and added to the request's ignored ones. Raises ApiError."""
     if isinstance(messages, str):
         return messages
-    result = [_message(message) for message in await with_images(request, messages)]
+    result = await with_images(request, [_message(message) for message in messages])
     if service_of(request).config.unknown_fields == "ignore":
         known = {"role", "content", "audio", "function_call", *EXTRA_KEYS}
-        unknown = dict.fromkeys(key for message in result for key in message if key not in known)
-        if unknown:
-            request[IGNORED] = [*request.get(IGNORED, ()), *(f"messages.{key}" for key in unknown)]
-            result = [{key: value for key, value in message.items() if key not in unknown} for message in result]
+        ignored = _left_out(result, known, "messages.")
+        for message in result:
+            if isinstance(content := message.get("content"), list):
+                media = [part for part in content if isinstance(part, dict) and part.get("type") != "text"]
+                ignored += _left_out(media, PART_KEYS, "messages.content.")
+        if ignored:
+            request[IGNORED] = [*request.get(IGNORED, ()), *dict.fromkeys(ignored)]
     return result
+
+
+def _left_out(objects: list[dict[str, Any]], known: Collection[str], where: str) -> list[str]:
+    """Remove the keys that are not known, and return them behind the name of their place."""
+    unknown = [(each, key) for each in objects for key in each if key not in known]
+    for each, key in unknown:
+        del each[key]
+    return [where + key for _, key in unknown]
 
 
 def _message(message: dict[str, Any]) -> Message:
@@ -71,11 +86,15 @@ def _message(message: dict[str, Any]) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Return a text part in the one form that templates know, any other part unchanged."""
+    """Return a text part in the one form that templates know, an image under the name that it has in chats, and any
+    other part unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, dict):
-        kind = part.get("type", "text")
+        kind = part.get("type") or next((name for name in MEDIA_TYPES if name in part), "text")
+        kind = MEDIA_TYPES.get(kind, kind) if isinstance(kind, str) else kind
+        if kind in MEDIA_TYPES.values():
+            return {**part, "type": kind}
         if isinstance(kind, str) and isinstance(text := part.get(TEXT_PARTS.get(kind, "text")), str):
             return {"type": "text", "text": text} if kind in ("text", *TEXT_PARTS) else part
     return part

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.fields import ImageUrls
 from asyncllm.server.service import service_of
-from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS, is_address, is_data_url
+from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS, is_address, is_data_url, source_of
 
 __all__ = ["MediaFetcher", "image_parts", "images_of", "is_public", "with_images"]
 
@@ -31,16 +33,33 @@ MAX_REDIRECTS = 3
 SECONDS = 10.0
 """Seconds to fetch one image, redirects included."""
 AT_ONCE = 4
+MAX_TOTAL = 2**28
+"""Most bytes of what is fetched for a request."""
+
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All that IPv6 has given out so far."""
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+"""Where a network of IPv6 alone reaches IPv4: the last 32 bits are the address."""
+_RELAYED = ipaddress.IPv6Network("2002::/16")
+"""6to4, whose addresses lead to one of IPv4 within them."""
+_BASE64 = re.compile("[A-Za-z0-9+/]{64}")
+_HEADERS = {"User-Agent": "asyncllm"}
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is a public one of the internet."""
+    """Return whether an address is a public one of the internet, and leads to no other one."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_global and not found.is_multicast
+    if found.version == 6:
+        if found in _TRANSLATED:
+            found = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        elif found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        elif found not in _UNICAST or found in _RELAYED:
+            return False
+    return found.is_global and not found.is_multicast
 
 
 async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,6 +70,10 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
         if kind in VIDEO_PARTS and isinstance(url, list):
             if not all(is_data_url(frame) for frame in url):
                 raise _refused("Each frame of a list is a URL of the form data:image/png;base64,... None is fetched.")
+        elif url is None:
+            raise _refused(f'A part of type {kind!r} names nothing. Give {{"type": "image_url", "image_url": "..."}}.')
+        elif isinstance(url, str) and _BASE64.fullmatch(url[:64]):
+            raise _refused("An image in base64 has no head. Put data:image/png;base64, in front of it.")
         elif not is_data_url(url) and not is_address(url):
             raise _refused(
                 "An image or a video is sent as a URL of the form data:image/png;base64,... or, where the server "
@@ -80,13 +103,13 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     return messages
 
 
-def image_parts(urls: Sequence[str] | str | None) -> list[dict[str, Any]]:
+def image_parts(urls: ImageUrls) -> list[dict[str, Any]]:
     """Return message parts for the images of a separate field."""
-    every = [urls] if isinstance(urls, str) else urls or ()
+    every = urls if isinstance(urls, list) else [urls]
     return [{"type": "image_url", "image_url": url} for url in every if url]
 
 
-async def images_of(request: web.Request, urls: Sequence[str] | str | None) -> list[Any]:
+async def images_of(request: web.Request, urls: ImageUrls) -> list[Any]:
     """Return the images of a separate field for the engine. Raises ApiError."""
     parts = image_parts(urls)
     await with_images(request, [{"content": parts}])
@@ -94,7 +117,7 @@ async def images_of(request: web.Request, urls: Sequence[str] | str | None) -> l
 
 
 class MediaFetcher:
-    """Fetches from a list of domains."""
+    """Fetches from a list of domains for a request."""
 
     def __init__(
         self,
@@ -107,14 +130,15 @@ class MediaFetcher:
         self._domains = frozenset(domain.lower() for domain in domains)
         self._accepts = accepts
         self._resolver = resolver
+        self._room = MAX_TOTAL
 
     async def fetch(self, url: str, most: int = MAX_BYTES) -> bytes:
         """Return what an address gives, at most so many bytes. Raises ApiError 400."""
         resolver = _CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._accepts)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=SECONDS)
+        session = aiohttp.ClientSession(connector=connector, headers=_HEADERS, trust_env=False)
         try:
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+            async with session, asyncio.timeout(SECONDS):
                 return await self._follow(session, url, most)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise _refused(f"An image could not be fetched ({type(error).__name__}). Send it as a data: URL.") from None
@@ -135,8 +159,11 @@ class MediaFetcher:
         data = bytearray()
         async for piece in answer.content.iter_chunked(2**16):
             data += piece
+            self._room -= len(piece)
             if len(data) > most:
                 raise _refused(f"An image or a video has more than {most} bytes. Send a smaller one.")
+            if self._room < 0:
+                raise _refused(f"Images and videos of a request have more than {MAX_TOTAL} bytes. Send fewer.")
         return bytes(data)
 
     def _checked(self, url: str) -> URL:
@@ -183,10 +210,7 @@ def _media(messages: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind in (*IMAGE_PARTS, *VIDEO_PARTS):
-                value = part.get(kind)
-                if isinstance(value, dict):
-                    value = next((value[name] for name in ("url", "data", "frames") if name in value), None)
-                yield part, kind, value
+                yield part, kind, source_of(part, kind)
 
 
 def _is_literal(host: str) -> bool:
