@@ -1,9 +1,11 @@
-"""Every configuration of the gated product's table, to compile for sm_90 without a GPU (tests.kernels.offline)."""
+"""Every configuration of the gated product's table, and experts of many tokens, to compile for sm_90 without a GPU
+(tests.kernels.offline)."""
 
 from __future__ import annotations
 
 from asyncllm.kernels.triton.linear import gated as linear_gated
 from asyncllm.kernels.triton.linear import hopper as linear_hopper
+from asyncllm.kernels.triton.linear import hopper_experts
 from asyncllm.kernels.triton.linear.gated import GatedConfig
 from tests.kernels.offline import Case
 
@@ -35,6 +37,26 @@ def gated_case(config: GatedConfig) -> Case:
     )
 
 
+def experts_case(gated: bool) -> Case:
+    options = hopper_experts.compile_options(gated=gated)
+    num_warps, maxnreg = options.pop("num_warps"), options.pop("maxnreg")
+    width, step, rows = linear_hopper.WIDTH, linear_hopper.STEP, linear_hopper.CONSUMER_TOKENS
+    return Case(
+        name=f"experts-{'gated' if gated else 'plain'}",
+        kernel=hopper_experts.experts_kernel,
+        signature={
+            "x": _map(hopper_experts.BLOCK, step),
+            "weight": _map(width, step),
+            "out": _map(rows, width),
+            "experts_ptr": "*i32",
+            **dict.fromkeys(("blocks", "column_tiles", "steps", "out_size"), "i32"),
+        },
+        constexprs={**options, "USE_PDL": True},
+        num_warps=num_warps,
+        options={"launch_pdl": True, "maxnreg": maxnreg},
+    )
+
+
 CONFIGS = {
     config
     for table in linear_gated.TABLES.values()
@@ -43,4 +65,7 @@ CONFIGS = {
     if isinstance(config, GatedConfig)
 }
 
-CASES = [gated_case(config) for config in sorted(CONFIGS, key=repr)]
+CASES = [
+    *(gated_case(config) for config in sorted(CONFIGS, key=repr)),
+    *(experts_case(gated) for gated in (True, False)),
+]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncllm.kernels.triton import few_experts, moe
+from asyncllm.kernels.triton.linear import hopper_experts
 from tests.kernels.offline import Case
 
 MODELS = {
@@ -100,30 +101,63 @@ def route(model: str, groups: int = 1) -> Case:
     )
 
 
-def group(model: str, chunk: moe.Chunk) -> Case:
+def group(model: str, chunk: moe.Chunk, counted: bool = False) -> Case:
     return Case(
-        f"{model} group {chunk.size}",
+        f"{model} group {chunk.size}{' counted' if counted else ''}",
         moe.group_kernel,
         {
             "expert_ids_ptr": "*i64",
-            "assignments_ptr": "*i32",
-            "block_experts_ptr": "*i32",
-            "num_assignments": "i32",
-            "max_blocks": "i32",
+            **dict.fromkeys(("counts_ptr", "assignments_ptr", "block_experts_ptr"), "*i32"),
+            **dict.fromkeys(("num_assignments", "max_blocks"), "i32"),
         },
-        {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk.size, "USE_PDL": True},
+        {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk.size, "COUNTED": counted,
+         "CHUNKS_EACH": moe.CHUNKS_EACH, "USE_PDL": True},
+        num_warps=chunk.warps,
+        options={"launch_pdl": True},
+    )  # fmt: skip
+
+
+def count(model: str, chunk: moe.Chunk) -> Case:
+    return Case(
+        f"{model} count",
+        moe.count_kernel,
+        {"expert_ids_ptr": "*i64", "counts_ptr": "*i32", "num_assignments": "i32"},
+        {"PADDED_EXPERTS": MODELS[model][3], "CHUNK": chunk.size, "USE_PDL": True},
         num_warps=chunk.warps,
         options={"launch_pdl": True},
     )
 
 
-def weighted_sum(model: str) -> Case:
+def arranged(model: str) -> Case:
     width, _, top_k, _ = MODELS[model]
     return Case(
-        f"{model} weighted sum",
+        f"{model} arranged",
+        hopper_experts.arrange_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "y_ptr"), "*bf16"),
+            **dict.fromkeys(("assignments_ptr", "block_experts_ptr", "places_ptr"), "*i32"),
+            "num_assignments": "i32",
+        },
+        {
+            "TOP_K": top_k,
+            "COLUMNS": width,
+            "BLOCK": hopper_experts.BLOCK,
+            "PLACES": hopper_experts.COPY_TILE.places,
+            "TILE": hopper_experts.COPY_TILE.numbers,
+            "USE_PDL": True,
+        },
+        num_warps=hopper_experts.COPY_TILE.warps,
+        options={"launch_pdl": True},
+    )
+
+
+def weighted_sum(model: str, placed: bool = False) -> Case:
+    width, _, top_k, _ = MODELS[model]
+    return Case(
+        f"{model} weighted sum{' by place' if placed else ''}",
         moe.weighted_sum_kernel,
-        {"y_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16"},
-        {"WIDTH": width, "TOP_K": top_k, "TILE": 1024, "USE_PDL": True},
+        {"y_ptr": "*bf16", "weights_ptr": "*fp32", "places_ptr": "*i32", "out_ptr": "*bf16"},
+        {"WIDTH": width, "TOP_K": top_k, "PLACED": placed, "TILE": 1024, "USE_PDL": True},
         options={"launch_pdl": True},
     )
 
@@ -137,5 +171,9 @@ CASES = [
     route("deepseek_v3", groups=8),
     group("qwen3", moe.FEW_ASSIGNMENTS),
     group("qwen3", moe.MANY_ASSIGNMENTS),
+    group("deepseek_v3", moe.MANY_ASSIGNMENTS, counted=True),
+    count("deepseek_v3", moe.MANY_ASSIGNMENTS),
     weighted_sum("qwen3"),
+    weighted_sum("qwen3", placed=True),
+    arranged("qwen3"),
 ]

@@ -28,6 +28,21 @@ def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False, k:
     return Case(name, scaled.scaled_kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
+def one_token_case(*, integer: bool = False) -> Case:
+    tile = scaled.ONE_TOKEN
+    constexprs = {
+        "N": 4096, "K": 14336, "INTEGER": integer, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns, "HAS_BIAS": False,
+        "USE_PDL": True,
+    }  # fmt: skip
+    signature = {
+        **dict.fromkeys(("x_ptr", "weight_ptr"), "*u8"),
+        **dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32"),
+        **dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16"),
+    }
+    name = f"one-{'int8' if integer else 'fp8'}"
+    return Case(name, scaled.one_token_kernel, signature, constexprs, tile.warps, options=_PDL)
+
+
 _ROUNDED = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "input_scale_ptr": "*fp32", "rows": "i32"}
 
 
@@ -88,6 +103,8 @@ CASES = [
     product_case(scaled.TILES[3], integer=True),
     product_case(scaled.WIDE, integer=True),
     product_case(scaled.TILES[0], k=4000),
+    one_token_case(),
+    one_token_case(integer=True),
     experts_case(16),
     experts_case(64, grouped=True),
     experts_case(128),

@@ -1,8 +1,9 @@
 """Gluon kernels on a CPU: the functions below `gluon.jit` run as Python, partitions and blocks as threads.
 
 What is modelled is what the numbers depend on, not layouts. Copies by TMA spoil their destination when they are issued
-and arrive at the wait for them; asynchronous products read their operands at theirs, so that a stage that is released
-too early gives wrong numbers. A wait of more than `PATIENCE` seconds is a deadlock.
+and arrive at the wait for them; asynchronous products and stores read their operands at theirs, so that a stage that is
+released too early, or a buffer that is filled too early, gives wrong numbers. A wait of more than `PATIENCE` seconds is
+a deadlock.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ class Value:
 
     def __getitem__(self, index: Any) -> Value:
         return Value(self.known[index], self.layout)
+
+    def __neg__(self) -> Value:
+        return Value(-self.known, self.layout)
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.known.reshape(shape), self.layout)
+
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.known.permute(order), self.layout)
+
+    def split(self) -> tuple[Value, ...]:
+        return tuple(Value(part, self.layout) for part in self.known.unbind(-1))
 
 
 def _operation(name: str, *, turned: bool = False) -> Callable[[Any, Any], Value]:
@@ -163,6 +176,10 @@ class Descriptor:
         found[tuple(slice(skip, skip + size) for skip, size in zip(before, part.shape, strict=True))] = part
         return found
 
+    def write(self, place: list[int], numbers: Tensor) -> None:
+        part = self.base[tuple(slice(at, at + size) for at, size in zip(place, self.block, strict=True))]
+        part.copy_(numbers[tuple(slice(size) for size in part.shape)])
+
 
 @dataclass
 class Barrier:
@@ -243,6 +260,15 @@ class _Tma:
         with barrier.changed:
             barrier.copies.append((destination, of.read(*place)))
             barrier.changed.notify_all()
+
+    @staticmethod
+    def async_copy_shared_to_global(to: Descriptor, place: list[int], source: Shared) -> None:
+        _local.stores.append(lambda: to.write(place, source.data))
+
+    @staticmethod
+    def store_wait(outstanding: int) -> None:
+        while len(_local.stores) > outstanding:
+            _local.stores.popleft()()
 
 
 def _mma(a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
@@ -329,6 +355,14 @@ class _Language:
     @staticmethod
     def arange(start: int, end: int, layout: Any) -> Value:
         return Value(torch.arange(start, end), layout)
+
+    @staticmethod
+    def exp(value: Value) -> Value:
+        return Value(value.known.exp(), value.layout)
+
+    @staticmethod
+    def abs(value: Value) -> Value:
+        return Value(value.known.abs(), value.layout)
 
     @staticmethod
     def exp2(value: Value) -> Value:
@@ -469,13 +503,14 @@ def run(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int
 
     def start(block: tuple[int, int, int], part: Callable[..., None], inputs: Any, named: dict[str, Any]) -> None:
         def body() -> None:
-            _local.block, _local.products = block, deque()
+            _local.block, _local.products, _local.stores = block, deque(), deque()
             _local.failed = lambda: bool(errors)
             _local.spawn = lambda parts: [start(block, each, values, {}) for each, values in parts]
             try:
                 with torch.inference_mode():
                     part(*inputs, **named)
                 assert not _local.products, "products that nobody waits for"
+                assert not _local.stores, "stores that nobody waits for"
             except BaseException as error:
                 with changed:
                     errors.append(error)

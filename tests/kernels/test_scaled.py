@@ -11,12 +11,12 @@ from asyncllm.kernels import Rounding, ScaledWeight
 from asyncllm.kernels.scaled import expand, round_codes
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.linear import scaled as launchers
-from asyncllm.kernels.triton.linear.scaled import LIBRARY, TILES, multiply
-from asyncllm.kernels.triton.linear.small import NarrowConfig
+from asyncllm.kernels.triton.linear.scaled import LIBRARY, ONE_TOKEN, TILES, multiply
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.rounded import round_rows
 from tests.kernels import offline
-from tests.kernels.device import DEVICE, assert_repeatable, poison, random
+from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 KINDS = pytest.mark.parametrize(
@@ -131,6 +131,20 @@ def test_the_kernel_on_odd_sizes(tokens: int, n: int, k: int, tile: Tile, dtype:
     assert not zero_counters(codes.device).any()
 
 
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+@pytest.mark.parametrize(
+    ("n", "k", "config"), [(24, 300, GemvConfig(4, 256)), (16, 64, GemvConfig(8, 128)), (12, 384, GemvConfig(2, 64))]
+)
+def test_one_token_without_tensor_cores(n: int, k: int, config: GemvConfig, dtype: torch.dtype) -> None:
+    weight, bias = scaled_weight(n, k, dtype, grouped=False), random(n, seed=5, dtype=torch.bfloat16)
+    codes, scales, _ = round_rows(random(1, k, seed=fresh_seed(), dtype=torch.bfloat16), weight.rounding)
+    wanted, magnitude = expected(codes, scales, weight)
+    for given, offset in ((None, 0.0), (bias, bias.cpu().double())):
+        out = torch.full((1, n), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        launchers.multiply_one(codes, scales, weight, given, config, out)
+        assert_close(out, wanted + offset, magnitude)
+
+
 @KINDS
 def test_the_launcher(dtype: torch.dtype, grouped: bool) -> None:
     weight = scaled_weight(40, 256, dtype, grouped=grouped)
@@ -183,7 +197,8 @@ def test_what_multiplies_is_chosen_by_rows_and_shape(monkeypatch: pytest.MonkeyP
     # What the library does not take: integers, results of other types, odd sizes, groups.
     assert [chosen(tokens, INT8) for tokens in (4, 8, 9, 100)] == [narrow, TILES[3], TILES[0], TILES[3]]
     assert chosen(100, x=torch.float16) == TILES[3]
-    assert [chosen(tokens, n=72) for tokens in (1, 100)] == [TILES[0], TILES[3]]
+    assert [chosen(tokens, n=72) for tokens in (1, 2, 100)] == [ONE_TOKEN, TILES[0], TILES[3]]
+    assert chosen(1, n=73) == TILES[0]
     assert [chosen(tokens, grouped=True) for tokens in (1, 100)] == [TILES[0], TILES[3]]
     assert [chosen(tokens, INT8, n=128 * 66) for tokens in (128, 256, 257)] == [TILES[3], TILES[3], launchers.WIDE]
     assert [chosen(tokens, n=80) for tokens in (64, 65)] == [TILES[2], LIBRARY]

@@ -13,6 +13,7 @@ then runs on wgmma like a tile of many, and an output is the same sum in the sam
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -92,8 +93,16 @@ class Chunk(NamedTuple):
 FEW_ASSIGNMENTS = Chunk(512, 4)
 """2.3 us for 64 tokens of either model."""
 MANY_ASSIGNMENTS = Chunk(2048, 4)
-"""47 us for 4,096 tokens of Qwen3-30B-A3B, 14 us for those of Mixtral."""
 
+CHUNKS_EACH = 2
+"""How many chunks a program of `group_kernel` lists where they have been counted, which they are if there are at least
+twice as many. By one program for each expert it took 104 us for 8,192 tokens of Qwen3-30B-A3B, and 62 for 4,096."""
+
+
+DENSE_TILES = 112
+"""From so many tokens on that an expert gets on average, `linear/hopper_experts.py` multiplies. On an H200, us of a
+layer here and there: Qwen3-30B-A3B 605, 531 at 128 and 1,425, 1,307 at 512; DeepSeek-V2-Lite 380, 420 at 96, 613, 525
+at 192, and 1,838, 1,535 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
 
 SUM_TILE = 1024
 """Columns of a program of `weighted_sum_kernel`."""
@@ -188,9 +197,25 @@ def route_kernel(
     tl.store(expert_ids_ptr + at, ids.to(tl.int64), mask=place < TOP_K)
 
 
+@triton.jit(do_not_specialize=["num_assignments"])
+def count_kernel(
+    expert_ids_ptr, counts_ptr, num_assignments,
+    PADDED_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per chunk of assignments: how many of them each expert has, to counts [chunks, PADDED_EXPERTS]."""
+    chunk = tl.program_id(0)
+    assignment = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    ids = tl.load(expert_ids_ptr + assignment, mask=assignment < num_assignments, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
+    tl.store(counts_ptr + chunk * PADDED_EXPERTS + tl.arange(0, PADDED_EXPERTS), counts)
+
+
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
 def group_kernel(
     expert_ids_ptr,
+    counts_ptr,
     assignments_ptr,
     block_experts_ptr,
     num_assignments,
@@ -198,51 +223,66 @@ def group_kernel(
     PADDED_EXPERTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    CHUNKS_EACH: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program per expert: its assignments in ascending order from its first block on, then padding.
+    """One program per expert: its assignments in ascending order from its first block on, then padding. COUNTED: one
+    per expert and CHUNKS_EACH chunks, with the counts of `count_kernel`.
 
     assignments [max_blocks * BLOCK_TOKENS]: num_assignments where there is none. block_experts [max_blocks]: the
     expert of each block, -1 behind the last.
     """
     expert = tl.program_id(0)
+    experts = tl.arange(0, PADDED_EXPERTS)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     counts = tl.zeros([PADDED_EXPERTS], tl.int32)
-    for start in range(0, num_assignments, CHUNK):
-        assignment = start + tl.arange(0, CHUNK)
-        exists = assignment < num_assignments
-        ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32)
-        counts += tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
+    before = tl.zeros([PADDED_EXPERTS], tl.int32)
+    if COUNTED:
+        begin = tl.program_id(1) * CHUNKS_EACH * CHUNK
+        end = tl.minimum(num_assignments, begin + CHUNKS_EACH * CHUNK)
+        for chunk in range(0, (num_assignments + CHUNK - 1) // CHUNK):
+            own = tl.load(counts_ptr + chunk * PADDED_EXPERTS + experts)
+            counts += own
+            before += tl.where(chunk < tl.program_id(1) * CHUNKS_EACH, own, 0)
+    else:
+        begin = 0
+        end = num_assignments
+        for start in range(0, num_assignments, CHUNK):
+            assignment = start + tl.arange(0, CHUNK)
+            exists = assignment < num_assignments
+            ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32)
+            counts += tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
     blocks = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    experts = tl.arange(0, PADDED_EXPERTS)
     first_block = tl.sum(tl.where(experts < expert, blocks, 0), 0)
     own_count = tl.sum(tl.where(experts == expert, counts, 0), 0)
     own_blocks = (own_count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
     if own_count > 0:
-        next_place = first_block * BLOCK_TOKENS
-        for start in range(0, num_assignments, CHUNK):
+        next_place = first_block * BLOCK_TOKENS + tl.sum(tl.where(experts == expert, before, 0), 0)
+        for start in range(begin, end, CHUNK):
             assignment = start + tl.arange(0, CHUNK)
             exists = assignment < num_assignments
             mine = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32) == expert
             counted = tl.cumsum(mine.to(tl.int32), 0)
             tl.store(assignments_ptr + next_place + counted - 1, assignment, mask=mine)
             next_place += tl.sum(mine.to(tl.int32), 0)
-        padding = next_place + tl.arange(0, BLOCK_TOKENS)
-        tl.store(
-            assignments_ptr + padding,
-            tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
-            mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
-        )
-        for start in range(0, own_blocks, 128):
-            block = start + tl.arange(0, 128)
+        if tl.program_id(1) == 0:
+            padding = first_block * BLOCK_TOKENS + own_count + tl.arange(0, BLOCK_TOKENS)
             tl.store(
-                block_experts_ptr + first_block + block,
-                tl.zeros([128], tl.int32) + expert,
-                mask=block < own_blocks,
+                assignments_ptr + padding,
+                tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
+                mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
             )
-    if expert == tl.num_programs(0) - 1:
+            for start in range(0, own_blocks, 128):
+                block = start + tl.arange(0, 128)
+                tl.store(
+                    block_experts_ptr + first_block + block,
+                    tl.zeros([128], tl.int32) + expert,
+                    mask=block < own_blocks,
+                )
+    if (expert == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
         for start in range(first_block + own_blocks, max_blocks, 128):
             block = start + tl.arange(0, 128)
             tl.store(block_experts_ptr + block, tl.full([128], -1, tl.int32), mask=block < max_blocks)
@@ -371,12 +411,16 @@ def store_block(
 def weighted_sum_kernel(
     y_ptr,
     weights_ptr,
+    places_ptr,
     out_ptr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
+    PLACED: tl.constexpr,
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """y [*, WIDTH] of each assignment times weights [T, TOP_K] -> out [T, WIDTH]. PLACED: y lies by places, of which
+    places [T * TOP_K] has each assignment's."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = column < WIDTH
@@ -385,8 +429,11 @@ def weighted_sum_kernel(
     total = tl.zeros([TILE], tl.float32)
     for choice in tl.static_range(TOP_K):
         assignment = token * TOP_K + choice
-        y = tl.load(y_ptr + assignment * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
         weight = tl.load(weights_ptr + assignment)
+        row = assignment
+        if PLACED:
+            row = tl.load(places_ptr + assignment, mask=weight != 0, other=0).to(tl.int64)
+        y = tl.load(y_ptr + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
         # Nothing has been written for an expert that is elsewhere.
         total += weight * tl.where(weight == 0, 0.0, y)
     tl.store(out_ptr + token * WIDTH + column, round_to(total, out_ptr.dtype.element_ty), mask=exists)
@@ -473,7 +520,8 @@ def fused_experts_invariant(
     gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """As `fused_experts`, in blocks on tensor cores: five launches, one more for plain experts."""
+    """As `fused_experts`, in blocks on tensor cores: five launches, one more for plain experts, or seven in tiles of a
+    dense layer, whose results have the same bits."""
     num_tokens, top_k = expert_ids.shape
     num_experts, _, width = gate_up.shape
     hidden_size = down.shape[2]
@@ -483,6 +531,9 @@ def fused_experts_invariant(
         return out
     # As above, of this rank.
     num_all = max(num_experts, num_chosen_from)
+    plain = gate_up_bias is down_bias is limit is None and not gelu
+    if plain and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
+        return _dense_experts(x, gate_up, down, weights, expert_ids)
     block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
     tiles = TILES[block_tokens] if x.element_size() == 2 else (FLOAT32_TILE, FLOAT32_TILE)
     blocks = group(expert_ids, num_experts, block_tokens)
@@ -497,13 +548,55 @@ def fused_experts_invariant(
     return out
 
 
-def add_up(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
-    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]."""
+def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: int, num_experts: int) -> bool:
+    """Return whether `linear/hopper_experts.py` takes such experts, and is the faster way."""
+    hidden_size = down.shape[2]
+    return (
+        num_assignments >= DENSE_TILES * num_experts
+        and x.element_size() == 2
+        and gate_up.shape[1] == 2 * hidden_size
+        and x.shape[1] % 8 == hidden_size % 8 == 0
+        and all(each.data_ptr() % 16 == 0 for each in (x, gate_up, down))
+        and _is_hopper(x.device)
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """As `fused_experts` of gated SiLU without biases, on Hopper, x in rows by expert."""
+    from asyncllm.kernels.triton.linear import hopper_experts
+
+    blocks = group(expert_ids, len(gate_up), hopper_experts.BLOCK)
+    rows, places = hopper_experts.arrange(x, blocks.assignments, blocks.experts, expert_ids.numel())
+    hidden = torch.empty(len(rows), down.shape[2], dtype=x.dtype, device=x.device)
+    hopper_experts.products(rows, gate_up, hidden, blocks.experts, gated=True)
+    # The experts' outputs lie where their inputs have been.
+    hopper_experts.products(hidden, down, rows, blocks.experts, gated=False)
+    out = torch.empty_like(x)
+    add_up(rows, weights, out, places)
+    return out
+
+
+def add_up(outputs: Tensor, weights: Tensor, out: Tensor, places: Tensor | None = None) -> None:
+    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]. With places [T k], which are where each
+    assignment's row of outputs lies, unless its weight is zero."""
     num_tokens, top_k = weights.shape
     width = out.shape[1]
     tile = min(SUM_TILE, _power_of_two(width))
     grid = (num_tokens, -(-width // tile), 1)
-    launch(weighted_sum_kernel, grid, (outputs, weights, out), WIDTH=width, TOP_K=top_k, TILE=tile)
+    launch(
+        weighted_sum_kernel,
+        grid,
+        (outputs, weights, weights if places is None else places, out),
+        WIDTH=width,
+        TOP_K=top_k,
+        PLACED=places is not None,
+        TILE=tile,
+    )
 
 
 class Blocks(NamedTuple):
@@ -565,15 +658,22 @@ def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
     assignments = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
     block_experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
     chunk = FEW_ASSIGNMENTS if num_assignments <= FEW_ASSIGNMENTS.size else MANY_ASSIGNMENTS
+    chunks = -(-num_assignments // chunk.size)
+    counted = chunks >= 2 * CHUNKS_EACH
+    sizes = {"num_warps": chunk.warps, "PADDED_EXPERTS": _power_of_two(num_experts), "CHUNK": chunk.size}
+    counts = assignments
+    if counted:
+        counts = torch.empty(chunks, _power_of_two(num_experts), dtype=torch.int32, device=expert_ids.device)
+        launch(count_kernel, (chunks, 1, 1), (expert_ids, counts), (num_assignments,), **sizes)
     launch(
         group_kernel,
-        (num_experts, 1, 1),
-        (expert_ids, assignments, block_experts),
+        (num_experts, -(-chunks // CHUNKS_EACH) if counted else 1, 1),
+        (expert_ids, counts, assignments, block_experts),
         (num_assignments, max_blocks),
-        num_warps=chunk.warps,
-        PADDED_EXPERTS=_power_of_two(num_experts),
         BLOCK_TOKENS=block_tokens,
-        CHUNK=chunk.size,
+        COUNTED=counted,
+        CHUNKS_EACH=CHUNKS_EACH,
+        **sizes,
     )
     return Blocks(block_experts, assignments, block_tokens, False)
 

@@ -60,11 +60,15 @@ __all__ = [
     "compile_options",
     "gated_kernel",
     "gated_product",
+    "gated_results",
+    "multiply_steps",
     "next_stage",
     "places",
     "processors",
     "share_of",
+    "store_tile",
     "synchronize",
+    "tile_place",
     "wait_for_flag",
 ]
 
@@ -201,7 +205,7 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
 
 
 @gluon.jit
-def _multiply(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, stage, phase, ACC: gl.constexpr):
+def multiply_steps(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, stage, phase, ACC: gl.constexpr):
     """Return sums over the steps begin to end - 1, at least one: gate and up [64, WIDTH] float32 each, and the next
     stage and phase."""
     STAGES: gl.constexpr = full.shape[0]
@@ -237,7 +241,7 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _gated_results(gate, up, dtype: gl.constexpr):
+def gated_results(gate, up, dtype: gl.constexpr):
     """silu(gate) * up of float32 sums, rounded wherever the product and `activation.gate_kernel` round."""
     gate = gate.to(dtype).to(gl.float32)
     up = up.to(dtype).to(gl.float32)
@@ -246,17 +250,15 @@ def _gated_results(gate, up, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _finish(gate, up, results, out, row, column_tile):
-    """silu(gate) * up to out. `results` is this consumer's own buffer."""
-    WIDTH: gl.constexpr = results.shape[1]
-    finished = _gated_results(gate, up, out.dtype)
+def store_tile(finished, results, out, row, column):
+    """finished [64, WIDTH] -> out. `results` is this consumer's own buffer."""
     # The store of the tile before has read the buffer.
     tma.store_wait(0)
     synchronize()
     results.store(finished)
     fence_async_shared()
     synchronize()
-    tma.async_copy_shared_to_global(out, [row, column_tile * WIDTH], results)
+    tma.async_copy_shared_to_global(out, [row, column], results)
 
 
 @gluon.jit
@@ -295,7 +297,7 @@ def _consume_share(
         column_tile = at // steps
         begin = at % steps
         end = min(steps, begin + stop - at)
-        gate, up, stage, phase = _multiply(tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC)
+        gate, up, stage, phase = multiply_steps(tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC)
         inside = places(gate)
         if begin > 0:
             mine = block * CONSUMERS + CONSUMER
@@ -314,7 +316,7 @@ def _consume_share(
                 up += gl.load(partial + (theirs * 2 + 1) * HALF + inside, cache_modifier=".cg")
                 synchronize()
                 gl.store(flags + theirs, 0)
-            _finish(gate, up, results, out, row, column_tile)
+            store_tile(gated_results(gate, up, out.dtype), results, out, row, column_tile * results.shape[1])
         at += end - begin
 
 
@@ -336,8 +338,9 @@ def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.const
         phase = 0
         for tile in range(gl.program_id(0), token_tiles * column_tiles, gl.num_programs(0)):
             token_tile, column_tile = tile_place(tile, token_tiles, column_tiles, GROUP)
-            gate, up, stage, phase = _multiply(tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC)
-            _finish(gate, up, results, out, (token_tile * CONSUMERS + CONSUMER) * ROWS, column_tile)
+            gate, up, stage, phase = multiply_steps(tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC)
+            row = (token_tile * CONSUMERS + CONSUMER) * ROWS
+            store_tile(gated_results(gate, up, out.dtype), results, out, row, column_tile * results.shape[1])
     tma.store_wait(0)
 
 

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.scaled import GROUP, ScaledWeight
-from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, wait_for_producers
+from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import fits_tensor_map, launch
-from asyncllm.kernels.triton.linear.small import NarrowConfig
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
 from asyncllm.kernels.triton.rounded import round_rows
 
 __all__ = [
     "LIBRARY",
+    "ONE_TOKEN",
     "TABLES",
     "TILES",
     "WIDE",
@@ -33,6 +34,7 @@ __all__ = [
     "linear_rounded",
     "linear_scaled",
     "multiply",
+    "multiply_one",
     "operand",
     "products",
 ]
@@ -54,12 +56,15 @@ WIDE = Tile(128, 256, 8, 3)
 _BUSY = 132
 """Multiprocessors of an H200."""
 
+ONE_TOKEN = GemvConfig(4, 2048)
+"""Of one token and a weight without groups, for shapes without an entry."""
+
 LIBRARY: Literal["library"] = "library"
 
 LIBRARY_TOKENS = 65
 """From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
 
-Config = Tile | NarrowConfig | Literal["library"]
+Config = Tile | GemvConfig | NarrowConfig | Literal["library"]
 
 Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
 
@@ -108,6 +113,8 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
                 if usable:
                     return config
                 break
+        if tokens == 1 and n % ONE_TOKEN.rows == 0 and fits_tensor_map(weight.codes):
+            return ONE_TOKEN
     if library and tokens >= LIBRARY_TOKENS:
         return LIBRARY
     wide = triton.cdiv(n, WIDE.rows) * triton.cdiv(tokens, WIDE.tokens) >= _BUSY and tokens > TILES[-1].tokens
@@ -139,6 +146,47 @@ def products(w, x, acc, INTEGER: tl.constexpr):
             return acc + tl.dot(e4m3_value(w), e4m3_value(x), input_precision="ieee")
         else:
             return acc + tl.dot(w, x)
+
+
+@triton.jit
+def _numbers(codes, INTEGER: tl.constexpr):
+    """Bytes of codes -> int32, or their float32."""
+    if INTEGER:
+        return codes.to(tl.int8, bitcast=True).to(tl.int32)
+    elif INTERPRET:
+        return e4m3_value(codes)
+    else:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def one_token_kernel(
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, INTEGER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Bytes of codes x [K] with one scale times BLOCK_N rows of those of weight [N, K] with scales [N] -> out [N], as
+    `small.gemv_kernel`: no tensor cores, the next tile of the weight on its way."""
+    release_consumers(USE_PDL)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + column[None, :]
+    coming = tl.load(w_ptrs, mask=(column < K)[None, :], other=0, eviction_policy="evict_first")
+    wait_for_producers(USE_PDL)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 16], dtype=tl.int32 if INTEGER else tl.float32)
+    for start in range(0, K, BLOCK_K):
+        w = _numbers(coming, INTEGER)
+        left = K - start
+        coming = tl.load(
+            w_ptrs + start + BLOCK_K, mask=(column < left - BLOCK_K)[None, :], other=0, eviction_policy="evict_first"
+        )
+        x = _numbers(tl.load(x_ptr + start + column, mask=column < left, other=0), INTEGER)
+        acc += tl.sum(tl.reshape(w * x[None, :], [BLOCK_N, BLOCK_K // 16, 16]), 2)
+    y = tl.sum(acc, 1).to(tl.float32) * tl.load(scales_ptr + rows) * tl.load(x_scales_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows).to(tl.float32)
+    tl.store(out_ptr + rows, round_to(y, out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -214,7 +262,9 @@ def _product(
         return y if out is None else out.copy_(y)
     if out is None:
         out = torch.empty((tokens, n), dtype=dtype, device=codes.device)
-    if isinstance(config, NarrowConfig):
+    if isinstance(config, GemvConfig):
+        multiply_one(codes, scales, weight, bias, config, out)
+    elif isinstance(config, NarrowConfig):
         from asyncllm.kernels.triton.linear.narrow_scaled import narrow_scaled
 
         narrow_scaled(codes, scales, weight, bias, config, out)
@@ -243,6 +293,32 @@ def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor |
         BLOCK_N=tile.rows,
         BLOCK_K=GROUP,
         SPLITS=grid[0],
+        HAS_BIAS=bias is not None,
+    )
+
+
+def multiply_one(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, config: GemvConfig, out: Tensor
+) -> None:
+    """As `multiply` of one token and a weight without groups. `config.rows` divides N."""
+    n, k = weight.codes.shape
+    launch(
+        one_token_kernel,
+        (n // config.rows, 1, 1),
+        (
+            codes.view(torch.uint8),
+            scales,
+            weight.codes.view(torch.uint8),
+            weight.scales,
+            scales if bias is None else bias,
+            out,
+        ),
+        num_warps=config.warps,
+        N=n,
+        K=k,
+        INTEGER=weight.codes.dtype == torch.int8,
+        BLOCK_N=config.rows,
+        BLOCK_K=config.columns,
         HAS_BIAS=bias is not None,
     )
 
