@@ -50,6 +50,8 @@ def _of_tables() -> Iterator[Case]:
 
 CASES = [
     *_of_tables(),
+    narrow_case(16, NarrowConfig(64, 2, 8), with_bias=True),
+    narrow_case(16, NarrowConfig(128, 1, 8)),
     narrow_case(64, NarrowConfig(64, 2, 6, splits=2), with_bias=True),
     narrow_case(64, NarrowConfig(128, 2, 4)),
     narrow_case(64, NarrowConfig(256, 1, 4, splits=8)),

@@ -31,7 +31,7 @@ def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False, k:
 def one_token_case(*, integer: bool = False) -> Case:
     tile = scaled.ONE_TOKEN
     constexprs = {
-        "N": 4096, "K": 14336, "INTEGER": integer, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns, "HAS_BIAS": False,
+        "N": 4096, "K": 4096, "INTEGER": integer, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns, "HAS_BIAS": False,
         "USE_PDL": True,
     }  # fmt: skip
     signature = {

@@ -228,18 +228,34 @@ def test_few_tokens_on_a_gpu(tokens: int) -> None:
         assert torch.equal(run(x, weight, bias, config=config), y), "two runs differ"
 
 
+def test_shapes_without_an_entry_have_a_kernel_for_few_tokens() -> None:
+    chosen = launchers._by_shape
+    assert chosen(1, 4544, 4544) == launchers.ONE_TOKEN
+    assert chosen(1, 2048, 576) == launchers.ONE_TOKEN_FEW_FEATURES
+    assert chosen(1, 4096, 128256) is None, "a vocabulary"
+    assert chosen(16, 8192, 3072) == NarrowConfig(64, 2, 8, splits=2)
+    assert chosen(2, 4544, 4672) == NarrowConfig(64, 2, 8)
+    assert chosen(16, 3072, 9216) == NarrowConfig(128, 1, 8)
+    for case in ((17, 4544, 4544), (16, 2048, 576), (16, 1024, 4544), (16, 4544, 4673)):
+        assert chosen(*case) is None
+    assert chosen(0, 4544, 4544) is None
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(32, 2880), (576, 2048), (4544, 4544), (2880, 4096), (37888, 3584)])
-def test_one_token_in_any_shape_on_a_gpu(n: int, k: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize(
+    ("n", "k"), [(32, 2880), (576, 2048), (4544, 4544), (2880, 4096), (3072, 8192), (9216, 3072), (37888, 3584)]
+)
+def test_few_tokens_in_any_shape_on_a_gpu(n: int, k: int, tokens: int) -> None:
     seed = fresh_seed()
-    x = random(1, k, seed=seed, dtype=torch.bfloat16, device="cuda")
+    x = random(tokens, k, seed=seed, dtype=torch.bfloat16, device="cuda")
     weight = (random(n, k, seed=seed + 1, device="cuda") / 64).bfloat16()
     bias = random(n, seed=seed + 2, dtype=torch.bfloat16, device="cuda")
     for own in (None, bias):
-        poisoned(1, n)
+        poisoned(tokens, n)
         y = launchers.linear(x, weight, own)
         assert_close(y, expected(x, weight, own))
-        poisoned(1, n)
+        poisoned(tokens, n)
         assert torch.equal(launchers.linear(x, weight, own), y), "two runs differ"
 
 

@@ -188,17 +188,19 @@ def test_what_multiplies_is_chosen_by_rows_and_shape(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launchers, "_has_library", lambda device: True)
 
     def chosen(
-        tokens: int, dtype: torch.dtype = FP8, *, n: int = 64, grouped: bool = False, x: torch.dtype = torch.bfloat16
-    ) -> object:
-        weight = scaled_weight(n, 256 if grouped else 128, dtype, grouped=grouped)
+        tokens: int, dtype: torch.dtype = FP8, *, n: int = 64, k: int = 128, grouped: bool = False,
+        x: torch.dtype = torch.bfloat16,
+    ) -> object:  # fmt: skip
+        weight = scaled_weight(n, 256 if grouped else k, dtype, grouped=grouped)
         return launchers.choose(weight.codes[:1].expand(tokens, -1), weight, x)
 
     assert [chosen(tokens) for tokens in (1, 4, 5, 9, 301)] == [narrow, narrow, TILES[3], LIBRARY, LIBRARY]
     # What the library does not take: integers, results of other types, odd sizes, groups.
     assert [chosen(tokens, INT8) for tokens in (4, 8, 9, 100)] == [narrow, TILES[3], TILES[0], TILES[3]]
     assert chosen(100, x=torch.float16) == TILES[3]
-    assert [chosen(tokens, n=72) for tokens in (1, 2, 100)] == [ONE_TOKEN, TILES[0], TILES[3]]
-    assert chosen(1, n=73) == TILES[0]
+    assert [chosen(tokens, n=72) for tokens in (1, 100)] == [TILES[0], TILES[3]]
+    assert [chosen(tokens, n=72, k=4000) for tokens in (1, 2)] == [ONE_TOKEN, TILES[0]]
+    assert chosen(1, n=73, k=4000) == chosen(1, n=72, k=4128) == TILES[0]
     assert [chosen(tokens, grouped=True) for tokens in (1, 100)] == [TILES[0], TILES[3]]
     assert [chosen(tokens, INT8, n=128 * 66) for tokens in (128, 256, 257)] == [TILES[3], TILES[3], launchers.WIDE]
     assert [chosen(tokens, n=80) for tokens in (64, 65)] == [TILES[2], LIBRARY]

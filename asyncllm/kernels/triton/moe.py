@@ -14,7 +14,7 @@ then runs on wgmma like a tile of many, and an output is the same sum in the sam
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -531,7 +531,7 @@ def fused_experts_invariant(
         return out
     # As above, of this rank.
     num_all = max(num_experts, num_chosen_from)
-    plain = gate_up_bias is down_bias is limit is None and not gelu
+    plain = gate_up_bias is None and down_bias is None and limit is None and not gelu
     if plain and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
         return _dense_experts(x, gate_up, down, weights, expert_ids)
     block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
@@ -660,7 +660,11 @@ def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
     chunk = FEW_ASSIGNMENTS if num_assignments <= FEW_ASSIGNMENTS.size else MANY_ASSIGNMENTS
     chunks = -(-num_assignments // chunk.size)
     counted = chunks >= 2 * CHUNKS_EACH
-    sizes = {"num_warps": chunk.warps, "PADDED_EXPERTS": _power_of_two(num_experts), "CHUNK": chunk.size}
+    sizes: dict[str, Any] = {
+        "num_warps": chunk.warps,
+        "PADDED_EXPERTS": _power_of_two(num_experts),
+        "CHUNK": chunk.size,
+    }
     counts = assignments
     if counted:
         counts = torch.empty(chunks, _power_of_two(num_experts), dtype=torch.int32, device=expert_ids.device)

@@ -50,6 +50,19 @@ TABLES: dict[str, Table] = {
             (4095, GatedConfig()),
             (16384, GatedConfig(192)),
         ),
+        (37888, 3584): (
+            (1, None),
+            (16, SkinnyConfig(64, 128, splits=1, stages=5)),  # 67.5 us, cuBLAS and the gate 72.9
+            (383, None),  # 105.8 us at 256 tokens, in shares 106.9
+            (767, GatedConfig(shares=True)),  # 193.5 us at 512, 200.6
+            (16384, GatedConfig()),  # 368.6 us at 1,024, 378.5; 3,315 at 8,192, 3,362
+        ),
+        (16384, 3072): (
+            (1, None),
+            (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # 27.8 us at 16 tokens, 32.5; 30.1 at 64, 31.7
+            (383, None),  # 35.1 us at 128, in shares 45.5
+            (2047, GatedConfig(shares=True)),  # 80.8 us at 512, 90.8; 144.1 at 1,024, 153.2
+        ),
     }
 }
 """By device name, then by weight shape (2 * N, K): the most tokens that a configuration is for, ascending. What no
@@ -59,7 +72,8 @@ its four products and the gate, Triton 3.6.0, CUDA 13.0.
 None stands where nothing was measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
 faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
 tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
-keys a row. The second shape is half of the first, as two ranks have it: not timed yet."""
+keys a row. The second shape is half of the first, as two ranks have it: not timed yet. The others are Qwen2.5-7B's and
+Phi-3-mini's, behind a norm."""
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

@@ -92,6 +92,16 @@ TABLES: dict[str, Table] = {
             (64, SkinnyConfig(64, 128, splits=4, stages=4)),  # 9.3 us, 10.7
         ),
         (2880, 4096): ((1, GemvConfig(2, 1024)), (16, SkinnyConfig(64, 128, splits=2, stages=5))),  # 7.9, 9.7 us
+        (8192, 3584): (
+            (1, GemvConfig(4, 1024)),  # 18.0 us, 20.7
+            (16, NarrowConfig(64, parts=2, stages=8)),  # 17.6 us, 18.6
+            (64, SkinnyConfig(64, 128, splits=1, stages=4)),  # 18.4 us, 20.2
+        ),
+        (3584, 14336): (
+            (1, GemvConfig(4, 1024)),  # 27.0 us, 30.9
+            (16, NarrowConfig(64, parts=2, stages=8, splits=2)),  # 30.0 us, 33.6
+            (64, SkinnyConfig(64, 128, splits=2, stages=4)),  # 33.5 us, 34.6
+        ),
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
@@ -103,9 +113,9 @@ those where nothing stands, are of a layer's products, norms and gate in one gra
 129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
 the ring of weights is filled while attention runs.
 
-Four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet. The seven
-behind them are DeepSeek-V2-Lite's, Qwen3-30B-A3B's and gpt-oss-20b's, timed behind a norm; where one line has two
-figures, cuBLAS takes 7.5 and 7.7, 9.1 and 9.3, 12.0 and 12.4 us.
+Four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet. The nine
+behind them are DeepSeek-V2-Lite's, Qwen3-30B-A3B's, gpt-oss-20b's and Gemma-2-9B's, timed behind a norm; where one line
+has two figures, cuBLAS takes 7.5 and 7.7, 9.1 and 9.3, 12.0 and 12.4 us.
 
 From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (`linear/hopper.py`),
 in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
@@ -124,13 +134,21 @@ other of eight tiles is more than 9 % faster."""
 ONE_TOKEN_FEW_FEATURES = GemvConfig(2, 2048, warps=8)
 """The same for less than FEW_FEATURES: 576 x 2048 2.5, 7.2; 128 x 2048 1.8, 5.8; 32 x 2880 2.3, 6.4."""
 
+FEW_TOKENS = 16
+"""Up to so many tokens of a shape without an entry go to the ring of weights, if it has at least FEW_TILES tiles of 64
+features, and at most MOST_TILES. Behind a norm on an H200, us of 16 tokens here and with cuBLAS: 4608 x 3584 11.2,
+12.3; 3072 x 3072 8.7, 10.1; 3072 x 8192 17.0, 19.1; 9216 x 3072 17.4, 20.4; 4672 x 4544 13.9, 16.9; 4544 x 4544 13.5,
+16.3; 3584 x 3584 10.4, 11.7; 3584 x 4096 11.1, 12.9."""
+
+FEW_TILES, MOST_TILES = 44, 160
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     check_out(x, weight.shape[0], out)
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
-        config = (choose(table, rows, weight) or _for_one_token(rows, weight)) if rows.dtype.itemsize == 2 else None
+        config = (choose(table, rows, weight) or _for_few_tokens(rows, weight)) if rows.dtype.itemsize == 2 else None
         if config is not None:
             into = None if out is None else out.view(-1, weight.shape[0])
             if isinstance(config, GemvConfig):
@@ -150,13 +168,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     return out
 
 
-def _for_one_token(rows: Tensor, weight: Tensor) -> GemvConfig | None:
+def _for_few_tokens(rows: Tensor, weight: Tensor) -> GemvConfig | NarrowConfig | None:
     """Return the configuration for a shape without an entry, as `choose`."""
-    features = weight.shape[0]
-    config = ONE_TOKEN_FEW_FEATURES if features < FEW_FEATURES else ONE_TOKEN
-    if rows.shape[0] != 1 or features > MOST_FEATURES or features % config.rows:
+    config = _by_shape(*rows.shape, weight.shape[0])
+    return config if config is not None and fits_tensor_map(rows) and fits_tensor_map(weight) else None
+
+
+@cache
+def _by_shape(tokens: int, in_features: int, features: int) -> GemvConfig | NarrowConfig | None:
+    if tokens == 1:
+        gemv = ONE_TOKEN_FEW_FEATURES if features < FEW_FEATURES else ONE_TOKEN
+        return gemv if features <= MOST_FEATURES and features % gemv.rows == 0 else None
+    tiles = -(-features // 64)
+    if not (
+        0 < tokens <= FEW_TOKENS and FEW_TILES <= tiles <= MOST_TILES and features % 8 == 0 and in_features >= 2048
+    ):
         return None
-    return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None
+    # Tiles for all multiprocessors at once, and rows of more bytes where there are two for each.
+    if tiles > 132:
+        return NarrowConfig(128, parts=1, stages=8)
+    return NarrowConfig(64, parts=2, stages=8, splits=2 if tiles <= 66 else 1)
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

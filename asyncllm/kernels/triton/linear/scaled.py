@@ -56,8 +56,9 @@ WIDE = Tile(128, 256, 8, 3)
 _BUSY = 132
 """Multiprocessors of an H200."""
 
-ONE_TOKEN = GemvConfig(4, 2048)
-"""Of one token and a weight without groups, for shapes without an entry."""
+ONE_TOKEN = GemvConfig(4, 4096, warps=8)
+"""Of one token, for shapes without an entry of so many input features at most, and more than half as many: tiles for 16
+tokens take a sixth longer."""
 
 LIBRARY: Literal["library"] = "library"
 
@@ -71,23 +72,25 @@ Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
 TABLES: dict[str, Table] = {
     "NVIDIA H200": {
         (6144, 4096): (
+            (1, GemvConfig(4, 4096, warps=8)),  # 9.3 us behind rounding, the ring 10.2
             (16, NarrowConfig(64, 2, 5)),  # 7.8 us at 1 row, 8.1 at 16; tiles 10.3, 10.1
             (32, NarrowConfig(64, 2, 9)),  # 10.0 us; tiles 10.0
             (64, NarrowConfig(64, 2, 6)),  # 10.9 us; tiles 11.4; from 65 on cuBLAS: 14.2 at 128, the ring 17.4
         ),
         (4096, 4096): (
+            (1, GemvConfig(4, 4096, warps=8)),  # 7.5 us behind rounding, the ring 7.9
             (16, NarrowConfig(64, 2, 5)),  # 6.3 and 6.7 us; tiles 8.4, 7.9
             (32, NarrowConfig(64, 2, 9)),  # 7.6 us; tiles 8.9
             (64, NarrowConfig(64, 2, 6)),  # 9.3 us, tiles 9.0; a layer 114.8 us, with tiles 116.0
         ),
         (28672, 4096): (
-            (1, NarrowConfig(256, 1, 3)),  # 31.1 us, 29.6 with 6 stages; a layer 75.2 us, with 6 stages 75.6
+            (1, GemvConfig(4, 4096, warps=8)),  # 29.9 us behind rounding, the ring 30.7
             (16, NarrowConfig(128, 1, 6)),  # 32.3 us; tiles 32.9
             (32, Tile(128, 32, 4, 4)),  # 33.3 us; the ring 34.0
             (64, Tile(128, 64, 4, 4)),  # 34.5 us; the ring 38.8, cuBLAS 36.9
         ),
         (4096, 14336): (
-            (1, NarrowConfig(64, 2, 11, splits=2)),  # 16.6 us; tiles 19.2
+            (1, NarrowConfig(64, 2, 11, splits=2)),  # 16.6 us; tiles 19.2; without tensor cores 19.2 for 18.6
             (16, NarrowConfig(64, 2, 5, splits=4)),  # 17.5 us; tiles 18.7
             (32, NarrowConfig(64, 2, 9, splits=2)),  # 18.0 us; tiles 20.7
             (64, NarrowConfig(64, 2, 6, splits=2)),  # 20.1 us; tiles 20.9
@@ -113,7 +116,8 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
                 if usable:
                     return config
                 break
-        if tokens == 1 and n % ONE_TOKEN.rows == 0 and fits_tensor_map(weight.codes):
+        fills = ONE_TOKEN.columns // 2 < k <= ONE_TOKEN.columns and n % ONE_TOKEN.rows == 0
+        if tokens == 1 and fills and fits_tensor_map(weight.codes):
             return ONE_TOKEN
     if library and tokens >= LIBRARY_TOKENS:
         return LIBRARY
