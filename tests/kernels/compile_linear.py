@@ -67,15 +67,16 @@ def invariant_case(name: str, tile: linear_invariant.Tile, dtype: str = "*bf16")
     )
 
 
-def exact_case(n: int, k: int) -> Case:
-    config = linear_exact.CONFIG
+def exact_case(n: int, k: int, config: linear_exact.ExactConfig) -> Case:
     constexprs = {
-        "N": n, "K": k, "BLOCK_M": linear_exact.TOKENS, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "N": n, "K": k, "BLOCK_M": config.tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
         "SPLITS": config.splits, "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
     names = ("weight_ptr", "bias_ptr", "out_ptr", "partial_ptr")
     signature = {"x_ptr": "*bf16", **dict.fromkeys(names, "*fp32"), "counter_ptr": "*i32", "tokens": "i32"}
-    return Case(f"exact-{n}x{k}", linear_exact.exact_kernel, signature, constexprs, config.warps, options=_PDL)
+    return Case(
+        f"exact-{config.tokens}-{n}x{k}", linear_exact.exact_kernel, signature, constexprs, config.warps, options=_PDL
+    )
 
 
 def _of_tables() -> Iterator[Case]:
@@ -103,7 +104,11 @@ CASES = [
     *_of_tables(),
     *(invariant_case(str(tokens), tile) for tokens, tile in linear_invariant.TILES.items()),
     invariant_case("float32", linear_invariant.FLOAT32_TILE, "*fp32"),
-    *(exact_case(n, k) for n, k in ((64, 2048), (160, 5120))),
+    *(
+        exact_case(n, k, config)
+        for n, k in ((64, 2048), (160, 5120))
+        for config in (linear_exact.FEW, linear_exact.MANY)
+    ),
     gemv_case(4, GemvConfig(4, 1024)),
     gemv_case(1, linear.ONE_TOKEN, 4544, 4544),
     gemv_case(1, linear.ONE_TOKEN_FEW_FEATURES, 32, 2880),

@@ -335,14 +335,15 @@ def assert_exact(tokens: int, n: int, k: int, *, with_bias: bool) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("tokens", "n", "k", "with_bias"), [(1, 5, 72, True), (17, 70, 300, False), (70, 6, 260, True)]
+    ("tokens", "n", "k", "with_bias"),
+    [(1, 5, 72, True), (17, 70, 300, False), (70, 6, 260, True), (200, 70, 150, False)],
 )
 def test_a_product_as_exact_as_float32(tokens: int, n: int, k: int, with_bias: bool) -> None:
     assert_exact(tokens, n, k, with_bias=with_bias)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 60, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 60, 300, 8000])
 @pytest.mark.parametrize(("n", "k"), [(64, 2048), (160, 5120), (8, 4096)])
 def test_a_product_as_exact_as_float32_on_gpu(tokens: int, n: int, k: int) -> None:
     assert_exact(tokens, n, k, with_bias=n == 8)

@@ -1,4 +1,4 @@
-"""Products of few tokens with a float32 weight, as exact as float32 has them, on tensor cores: routers.
+"""Products with a float32 weight, as exact as float32 has them, on tensor cores: routers.
 
 Each number of the weight is the sum of three of bfloat16, 8 bits each, whose products with the tokens, which are
 bfloat16 as they come, are exact in float32. So three products on tensor cores give what one in float32 gives, without a
@@ -28,24 +28,27 @@ __all__ = ["ExactConfig", "exact_kernel", "linear_exact"]
 
 
 class ExactConfig(NamedTuple):
-    """A program: `rows` of the weight, `columns` at a time, the sum split over up to `splits` programs."""
+    """A program: `tokens` by `rows` of the weight, `columns` at a time, the sum split over up to `splits` programs."""
 
+    tokens: int
     rows: int
     columns: int
     splits: int
     warps: int
 
 
-CONFIG = ExactConfig(64, 128, 16, 4)
+FEW = ExactConfig(16, 64, 128, 16, 4)
 """On an H200 (Triton 3.6), 64 experts of DeepSeek-V2-Lite behind their norm and ahead of the choice: 7.2 us for one
-token and 7.5 for 16, where the cast and cuBLAS's product in float32 make it 8.4 and 12.9."""
+token and 7.5 for 16, where the cast and cuBLAS's product in float32 make it 8.4 and 12.9. More tokens of a program
+would make the sums long that the last one adds up: with 64 in 32 splits 12.1 us for 64 tokens, with cuBLAS 13.5."""
 
-TOKENS = 16
-"""Of a program. More would make the sums that the last one adds up long: with 64 in 32 splits 12.1 us for 64 tokens,
-with cuBLAS 13.5. Now more programs read the weight instead, which is not timed."""
+FEW_TOKENS = 64
 
-MOST_TOKENS = 64
-"""More go to the library."""
+MANY = ExactConfig(64, 64, 64, 16, 4)
+"""For more tokens."""
+
+_PROCESSORS = 132
+"""Multiprocessors of an H200, to which a sum is split up."""
 
 
 @triton.jit
@@ -98,17 +101,22 @@ def linear_exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """See `asyncllm.kernels.linear.linear_exact`."""
     rows = x.reshape(-1, x.shape[-1])
     tokens, (n, k) = len(rows), weight.shape
-    if x.dtype != torch.bfloat16 or not 0 < tokens <= MOST_TOKENS:
+    if x.dtype != torch.bfloat16 or not tokens:
         return F.linear(x.float(), weight, bias)
     out = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-    config = CONFIG
-    splits = min(config.splits, -(-k // config.columns))
-    grid = (splits, -(-n // config.rows), -(-tokens // TOKENS))
-    tiles = grid[1] * grid[2]
-    partial = torch.empty(splits * tiles * config.rows * TOKENS, dtype=torch.float32, device=x.device)
+    config = FEW if tokens <= FEW_TOKENS else MANY
+    tiles = -(-n // config.rows) * -(-tokens // config.tokens)
+    splits = min(config.splits, -(-k // config.columns), _splits(tiles))
+    grid = (splits, -(-n // config.rows), -(-tokens // config.tokens))
+    partial = torch.empty(splits * tiles * config.rows * config.tokens, dtype=torch.float32, device=x.device)
     tensors = (rows.contiguous(), weight, out if bias is None else bias, out, partial, zero_counters(x.device))
     _configured(config, n, k, splits, bias is not None)(grid, tensors, (tokens,))
     return out.view(*x.shape[:-1], n)
+
+
+def _splits(tiles: int) -> int:
+    """Return a power of two that leaves every multiprocessor a program or more, if it has one."""
+    return 1 << max(0, (2 * _PROCESSORS // tiles).bit_length() - 1)
 
 
 @functools.cache
@@ -118,7 +126,7 @@ def _configured(config: ExactConfig, n: int, k: int, splits: int, has_bias: bool
         num_warps=config.warps,
         N=n,
         K=k,
-        BLOCK_M=TOKENS,
+        BLOCK_M=config.tokens,
         BLOCK_N=config.rows,
         BLOCK_K=config.columns,
         SPLITS=splits,
