@@ -19,6 +19,7 @@ __all__ = [
     "ScaledWeight",
     "expand",
     "linear_rounded",
+    "linear_rounded_silu_mul",
     "linear_scaled",
     "round_codes",
     "round_rows",
@@ -98,6 +99,12 @@ def linear_rounded(
     codes [T, K] of the weight's type and scales float32 [T, G], contiguous, bias [N] of `dtype` -> [T, N] of it.
     """
     return _product(codes, scales, weight, bias, dtype)
+
+
+@op("linear.scaled:linear_rounded_silu_mul")
+def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
+    """`silu_mul` of `linear_rounded` -> [T, N // 2] of `dtype`."""
+    return silu_mul(_product(codes, scales, weight, None, dtype))
 
 
 def _product(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

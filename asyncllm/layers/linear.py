@@ -88,9 +88,9 @@ class MergedLinear(Linear):
 
     def gated(self, x: Tensor | RoundedRows, activation: Activation, step: StepInputs) -> Tensor | None:
         """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""
-        if isinstance(x, RoundedRows) or self.adds(step):
-            return None
-        return self.method.product_gated(self, x, activation)
+        if isinstance(x, RoundedRows):
+            return self.method.product_gated_rounded(self, x, activation)
+        return None if self.adds(step) else self.method.product_gated(self, x, activation)
 
 
 class QKVLinear(MergedLinear):

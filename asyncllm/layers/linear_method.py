@@ -384,6 +384,11 @@ class LinearMethod(ABC):
         """Return activation(gate) * up of a product [..., gate then up] as one op; None where there is no such op."""
         return None
 
+    def product_gated_rounded(self, layer: Weighted, rows: RoundedRows, activation: Activation) -> Tensor | None:
+        """Return `product_gated` of rows that are rounded already, as `rounding` says; None where the gate is better
+        taken with the rounding behind it."""
+        return None
+
     def product_rope_fill_kv(
         self,
         layer: Weighted,

@@ -14,7 +14,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import RoundedRows, Rounding, ScaledWeight
 from asyncllm.kernels.scaled import GROUP, expand, round_codes
 from asyncllm.layers.layer import PartKey
-from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted, of_heads
+from asyncllm.layers.linear_method import FLOATS, Activation, LinearMethod, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
 __all__ = ["ScaleLayout", "Scaled", "holds_codes", "scaled"]
@@ -158,6 +158,13 @@ class Scaled(LinearMethod):
         return kernels.linear_rounded(
             rows.codes, rows.scales, _weight(layer), cast(_Layer, layer).offset, dtype=rows.dtype
         )
+
+    def product_gated_rounded(self, layer: Weighted, rows: RoundedRows, activation: Activation) -> Tensor | None:
+        weight = _weight(layer)
+        # Of one row, a kernel that gates and rounds waits for a single multiprocessor.
+        if activation != "silu" or layer.has_bias or len(rows.codes) != 1 or weight.rounding.grouped:
+            return None
+        return kernels.linear_rounded_silu_mul(rows.codes, rows.scales, weight, dtype=rows.dtype)
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:
         raise UnsupportedModel("A token embedding of 8 bits is not implemented. Use a checkpoint that keeps it.")

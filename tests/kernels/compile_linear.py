@@ -17,12 +17,12 @@ _POINTERS = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_
 _PDL = {"launch_pdl": True}
 
 
-def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096) -> Case:
+def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096, *, gated: bool = False) -> Case:
     constexprs = {
-        "N": n, "K": k, "TOKENS": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
+        "N": n, "K": k, "TOKENS": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns, "GATED": gated,
         "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
-    name = f"gemv-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
+    name = f"gemv-{'gated-' if gated else ''}{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     return Case(name, linear_small.gemv_kernel, _POINTERS, constexprs, config.warps, options=_PDL)
 
 
@@ -111,6 +111,7 @@ CASES = [
     ),
     gemv_case(4, GemvConfig(4, 1024)),
     gemv_case(1, linear.ONE_TOKEN, 4544, 4544),
+    gemv_case(1, linear.ONE_TOKEN, 8192, 3072, gated=True),
     gemv_case(1, linear.ONE_TOKEN_FEW_FEATURES, 32, 2880),
     skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),

@@ -28,18 +28,18 @@ def product_case(tile: Tile, *, integer: bool = False, grouped: bool = False, k:
     return Case(name, scaled.scaled_kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
-def one_token_case(*, integer: bool = False) -> Case:
+def one_token_case(*, integer: bool = False, gated: bool = False) -> Case:
     tile = scaled.ONE_TOKEN
     constexprs = {
-        "N": 4096, "K": 4096, "INTEGER": integer, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns, "HAS_BIAS": False,
-        "USE_PDL": True,
+        "N": 4096, "K": 4096, "INTEGER": integer, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns, "GATED": gated,
+        "HAS_BIAS": False, "USE_PDL": True,
     }  # fmt: skip
     signature = {
         **dict.fromkeys(("x_ptr", "weight_ptr"), "*u8"),
         **dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32"),
         **dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16"),
     }
-    name = f"one-{'int8' if integer else 'fp8'}"
+    name = f"one-{'int8' if integer else 'fp8'}{'-gated' if gated else ''}"
     return Case(name, scaled.one_token_kernel, signature, constexprs, tile.warps, options=_PDL)
 
 
@@ -105,6 +105,7 @@ CASES = [
     product_case(scaled.TILES[0], k=4000),
     one_token_case(),
     one_token_case(integer=True),
+    one_token_case(gated=True),
     experts_case(16),
     experts_case(64, grouped=True),
     experts_case(128),

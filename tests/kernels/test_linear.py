@@ -259,6 +259,27 @@ def test_few_tokens_in_any_shape_on_a_gpu(n: int, k: int, tokens: int) -> None:
         assert torch.equal(launchers.linear(x, weight, own), y), "two runs differ"
 
 
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_the_gate_behind_the_product_of_one_token(rows: int) -> None:
+    x, weight = random(1, 300).to(DEVICE), (random(2 * 24, 300, seed=1) / 20).to(DEVICE)
+    gate, up = expected(x, weight).chunk(2, -1)
+    poison((1, 24), dtype=torch.float32)
+    y = gemv(x, weight, config=GemvConfig(rows, 128), gated=True)
+    torch.testing.assert_close(y.double(), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (8192, 3072), (2816, 2048), (18944, 3584)])
+def test_one_token_with_its_gate_on_a_gpu(n: int, k: int) -> None:
+    x = random(1, k, seed=fresh_seed(), dtype=torch.bfloat16, device="cuda")
+    weight = (random(2 * n, k, seed=1, device="cuda") / 64).bfloat16()
+    poisoned(1, n)
+    y = kernels.linear_silu_mul(x, weight)
+    gate, up = expected(x, weight).chunk(2, -1)
+    assert_close(y, F.silu(gate) * up)
+    torch.testing.assert_close(y, kernels.silu_mul(kernels.linear(x, weight)), atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64])
 def test_the_gate_behind_the_product_on_a_gpu(tokens: int) -> None:

@@ -143,6 +143,21 @@ def test_one_token_without_tensor_cores(n: int, k: int, config: GemvConfig, dtyp
         out = torch.full((1, n), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         launchers.multiply_one(codes, scales, weight, given, config, out)
         assert_close(out, wanted + offset, magnitude)
+    out = torch.empty(1, n, dtype=torch.bfloat16, device=DEVICE)
+    launchers.multiply_one(codes, scales, weight, None, config, out)
+    gated = torch.full((1, n // 2), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    launchers.multiply_one(codes, scales, weight, None, config, gated, gated=True)
+    torch.testing.assert_close(gated, kernels.silu_mul(out), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rounded_rows_with_the_gate_behind(tokens: int) -> None:
+    weight = scaled_weight(48, 2056, FP8, grouped=False)
+    codes, scales, _ = round_rows(random(tokens, 2056, dtype=torch.bfloat16), weight.rounding)
+    wanted = kernels.silu_mul(launchers.linear_rounded(codes, scales, weight, dtype=torch.bfloat16))
+    for product in (launchers.linear_rounded_silu_mul, kernels.linear_rounded_silu_mul):
+        y = product(codes, scales, weight, dtype=torch.bfloat16)
+        torch.testing.assert_close(y, wanted, atol=1e-2, rtol=1e-2)
 
 
 @KINDS

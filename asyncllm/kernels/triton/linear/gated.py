@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.triton.activation import silu_mul
-from asyncllm.kernels.triton.linear.product import choose, linear
-from asyncllm.kernels.triton.linear.small import SkinnyConfig, skinny
+from asyncllm.kernels.triton.linear.product import choose, for_few_tokens, linear
+from asyncllm.kernels.triton.linear.small import GemvConfig, SkinnyConfig, gemv, skinny
 
 __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
 
@@ -30,7 +30,6 @@ Table = dict[tuple[int, int], tuple[tuple[int, Config | None], ...]]
 TABLES: dict[str, Table] = {
     "NVIDIA H200": {
         (28672, 4096): (
-            (1, None),
             (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # a layer 156.5 us at 64 tokens, without 160.0
             (128, GatedConfig()),  # 68.2 us at 128 tokens, cuBLAS and the gate 75.4; a layer 134.4, 139.3
             (192, None),
@@ -41,7 +40,6 @@ TABLES: dict[str, Table] = {
             (16384, GatedConfig(192)),  # a layer 5,239 us at 8,192, 5,652, and 5,466 in tiles of 128
         ),
         (14336, 4096): (
-            (1, None),
             (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),
             (192, None),
             (256, GatedConfig(shares=True)),
@@ -51,14 +49,12 @@ TABLES: dict[str, Table] = {
             (16384, GatedConfig(192)),
         ),
         (37888, 3584): (
-            (1, None),
             (16, SkinnyConfig(64, 128, splits=1, stages=5)),  # 67.5 us, cuBLAS and the gate 72.9
             (383, None),  # 105.8 us at 256 tokens, in shares 106.9
             (767, GatedConfig(shares=True)),  # 193.5 us at 512, 200.6
             (16384, GatedConfig()),  # 368.6 us at 1,024, 378.5; 3,315 at 8,192, 3,362
         ),
         (16384, 3072): (
-            (1, None),
             (64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8)),  # 27.8 us at 16 tokens, 32.5; 30.1 at 64, 31.7
             (383, None),  # 35.1 us at 128, in shares 45.5
             (2047, GatedConfig(shares=True)),  # 80.8 us at 512, 90.8; 144.1 at 1,024, 153.2
@@ -66,8 +62,8 @@ TABLES: dict[str, Table] = {
     }
 }
 """By device name, then by weight shape (2 * N, K): the most tokens that a configuration is for, ascending. What no
-entry covers, and what has None, goes to `linear` and `silu_mul`. Figures are bf16, weights of 8 layers in turn, a layer
-its four products and the gate, Triton 3.6.0, CUDA 13.0.
+entry covers, and what has None, goes to `linear` and `silu_mul`; one token goes where `linear` sends it, with the gate.
+Figures are bf16, weights of 8 layers in turn, a layer its four products and the gate, Triton 3.6.0, CUDA 13.0.
 
 None stands where nothing was measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
 faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
@@ -80,6 +76,9 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     table = _table(x.device)
     if table:
         rows = x.reshape(-1, x.shape[-1])
+        alone = for_few_tokens(rows, weight) if len(rows) == 1 else None
+        if isinstance(alone, GemvConfig):
+            return gemv(rows, weight, config=alone, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
         config = choose(table, rows, weight) if rows.dtype == weight.dtype == torch.bfloat16 else None
         if config is not None:
             if isinstance(config, SkinnyConfig):

@@ -15,7 +15,7 @@ from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear.invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 
-__all__ = ["TABLES", "choose", "linear", "linear_invariant"]
+__all__ = ["TABLES", "choose", "for_few_tokens", "linear", "linear_invariant"]
 
 _Entry = TypeVar("_Entry")
 
@@ -145,21 +145,19 @@ FEW_TILES, MOST_TILES = 44, 160
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     check_out(x, weight.shape[0], out)
-    table = _table(x.device)
-    if table:
-        rows = x.reshape(-1, x.shape[-1])
-        config = (choose(table, rows, weight) or _for_few_tokens(rows, weight)) if rows.dtype.itemsize == 2 else None
-        if config is not None:
-            into = None if out is None else out.view(-1, weight.shape[0])
-            if isinstance(config, GemvConfig):
-                y = gemv(rows, weight, bias, config=config, out=into)
-            elif isinstance(config, SkinnyConfig):
-                y = skinny(rows, weight, bias, config=config, out=into)
-            else:
-                from asyncllm.kernels.triton.linear.narrow import narrow
+    rows = x.reshape(-1, x.shape[-1])
+    config = for_few_tokens(rows, weight)
+    if config is not None:
+        into = None if out is None else out.view(-1, weight.shape[0])
+        if isinstance(config, GemvConfig):
+            y = gemv(rows, weight, bias, config=config, out=into)
+        elif isinstance(config, SkinnyConfig):
+            y = skinny(rows, weight, bias, config=config, out=into)
+        else:
+            from asyncllm.kernels.triton.linear.narrow import narrow
 
-                y = narrow(rows, weight, bias, config=config, out=into)
-            return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
+            y = narrow(rows, weight, bias, config=config, out=into)
+        return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
     if _is_uneven(weight):
         return _uneven(x, weight, bias, out)
     if out is None:
@@ -168,8 +166,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     return out
 
 
-def _for_few_tokens(rows: Tensor, weight: Tensor) -> GemvConfig | NarrowConfig | None:
-    """Return the configuration for a shape without an entry, as `choose`."""
+def for_few_tokens(rows: Tensor, weight: Tensor) -> Config | None:
+    """Return what multiplies rows [T, K] and weight [N, K]; None where the library is to."""
+    table = _table(rows.device)
+    if not table or rows.dtype.itemsize != 2:
+        return None
+    entry = choose(table, rows, weight)
+    if entry is not None:
+        return entry
     config = _by_shape(*rows.shape, weight.shape[0])
     return config if config is not None and fits_tensor_map(rows) and fits_tensor_map(weight) else None
 

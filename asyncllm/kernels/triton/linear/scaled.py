@@ -17,9 +17,10 @@ from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.scaled import GROUP, ScaledWeight
-from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.activation import silu_mul
+from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import fits_tensor_map, launch
-from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
+from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, gemv_rows, store_gemv
 from asyncllm.kernels.triton.linear.tiles import Tile, choose_tile, finish, split
 from asyncllm.kernels.triton.rounded import round_rows
 
@@ -32,6 +33,7 @@ __all__ = [
     "Config",
     "choose",
     "linear_rounded",
+    "linear_rounded_silu_mul",
     "linear_scaled",
     "multiply",
     "multiply_one",
@@ -167,12 +169,13 @@ def _numbers(codes, INTEGER: tl.constexpr):
 def one_token_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, INTEGER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Bytes of codes x [K] with one scale times BLOCK_N rows of those of weight [N, K] with scales [N] -> out [N], as
-    `small.gemv_kernel`: no tensor cores, the next tile of the weight on its way."""
+    `small.gemv_kernel`: no tensor cores, the next tile of the weight on its way. GATED: of a weight [2 * N, K]."""
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    rows = gemv_rows(tile, N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + column[None, :]
     coming = tl.load(w_ptrs, mask=(column < K)[None, :], other=0, eviction_policy="evict_first")
@@ -188,9 +191,7 @@ def one_token_kernel(
         x = _numbers(tl.load(x_ptr + start + column, mask=column < left, other=0), INTEGER)
         acc += tl.sum(tl.reshape(w * x[None, :], [BLOCK_N, BLOCK_K // 16, 16]), 2)
     y = tl.sum(acc, 1).to(tl.float32) * tl.load(scales_ptr + rows) * tl.load(x_scales_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)
-    tl.store(out_ptr + rows, round_to(y, out_ptr.dtype.element_ty))
+    store_gemv(y, bias_ptr, out_ptr, rows, tile, GATED, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -254,6 +255,15 @@ def linear_rounded(
     return _product(codes, scales, weight, bias, dtype, None)
 
 
+def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
+    config = choose(codes, weight, dtype)
+    if isinstance(config, GemvConfig):
+        out = torch.empty((1, weight.codes.shape[0] // 2), dtype=dtype, device=codes.device)
+        multiply_one(codes, scales, weight, None, config, out, gated=True)
+        return out
+    return silu_mul(_product(codes, scales, weight, None, dtype, None))
+
+
 def _product(
     codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
@@ -302,13 +312,21 @@ def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor |
 
 
 def multiply_one(
-    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, config: GemvConfig, out: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    config: GemvConfig,
+    out: Tensor,
+    *,
+    gated: bool = False,
 ) -> None:
-    """As `multiply` of one token and a weight without groups. `config.rows` divides N."""
-    n, k = weight.codes.shape
+    """As `multiply` of one token and a weight without groups; with `gated`, silu(gate) * up of a weight [2 * N, K],
+    without a bias. `config.rows` divides the weight's rows."""
+    rows, k = weight.codes.shape
     launch(
         one_token_kernel,
-        (n // config.rows, 1, 1),
+        (rows // config.rows, 1, 1),
         (
             codes.view(torch.uint8),
             scales,
@@ -318,11 +336,12 @@ def multiply_one(
             out,
         ),
         num_warps=config.warps,
-        N=n,
+        N=rows // 2 if gated else rows,
         K=k,
         INTEGER=weight.codes.dtype == torch.int8,
         BLOCK_N=config.rows,
         BLOCK_K=config.columns,
+        GATED=gated,
         HAS_BIAS=bias is not None,
     )
 

@@ -4,8 +4,8 @@ Two kernels, and the configuration of a third: that of `linear/narrow.py`, for H
 float32 without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the
 weight to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow
 side), optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the
-order of the splits, so that runs repeat bit by bit. With GATED a tile has gate rows and the up rows that belong to
-them, and stores silu(gate) * up.
+order of the splits, so that runs repeat bit by bit. With GATED a tile of either has gate rows and the up rows that
+belong to them, and stores silu(gate) * up.
 
 No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
 the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
@@ -25,7 +25,7 @@ from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 
-__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "skinny", "token_tile"]
+__all__ = ["GemvConfig", "NarrowConfig", "SkinnyConfig", "gemv", "gemv_rows", "skinny", "store_gemv", "token_tile"]
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,43 @@ def _gemv_token(x_ptr, columns, w, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
-def _gemv_store(acc, bias_ptr, out_ptr, rows, HAS_BIAS: tl.constexpr):
-    y = tl.sum(acc, 1)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)
-    tl.store(out_ptr + rows, round_to(y, out_ptr.dtype.element_ty))
+def gemv_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the rows [BLOCK_N] of a weight that a tile has; GATED: half of them of the gate, then those of up, which
+    are N further down."""
+    own = tl.arange(0, BLOCK_N)
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        return tile * HALF + own % HALF + own // HALF * N
+    else:
+        return tile * BLOCK_N + own
+
+
+@triton.jit
+def store_gemv(y, bias_ptr, out_ptr, rows, tile, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Sums y [BLOCK_N] of `gemv_rows` to out, plus the bias; GATED: silu(gate) * up, of half as many."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        HALF: tl.constexpr = y.shape[0] // 2
+        gate, up = tl.split(tl.trans(tl.reshape(y, [2, HALF])))
+        gate, up = round_to(gate, dtype).to(tl.float32), round_to(up, dtype).to(tl.float32)
+        tl.store(out_ptr + tile * HALF + tl.arange(0, HALF), apply_gate(gate, up, dtype, False))
+    else:
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + rows).to(tl.float32)
+        tl.store(out_ptr + rows, round_to(y, dtype))
 
 
 @triton.jit
 def gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]."""
+    """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]. GATED: of one token
+    and a weight [2 * N, K]."""
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    rows = gemv_rows(tile, N, BLOCK_N, GATED)
     columns = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
     if K % BLOCK_K == 0:
@@ -118,13 +139,13 @@ def gemv_kernel(
         if TOKENS > 3:
             acc_3 = _gemv_token(x_ptr + 3 * K, own, w, acc_3, K, BLOCK_N, BLOCK_K)
 
-    _gemv_store(acc_0, bias_ptr, out_ptr, rows, HAS_BIAS)
+    store_gemv(tl.sum(acc_0, 1), bias_ptr, out_ptr, rows, tile, GATED, HAS_BIAS)
     if TOKENS > 1:
-        _gemv_store(acc_1, bias_ptr, out_ptr + N, rows, HAS_BIAS)
+        store_gemv(tl.sum(acc_1, 1), bias_ptr, out_ptr + N, rows, tile, False, HAS_BIAS)
     if TOKENS > 2:
-        _gemv_store(acc_2, bias_ptr, out_ptr + 2 * N, rows, HAS_BIAS)
+        store_gemv(tl.sum(acc_2, 1), bias_ptr, out_ptr + 2 * N, rows, tile, False, HAS_BIAS)
     if TOKENS > 3:
-        _gemv_store(acc_3, bias_ptr, out_ptr + 3 * N, rows, HAS_BIAS)
+        store_gemv(tl.sum(acc_3, 1), bias_ptr, out_ptr + 3 * N, rows, tile, False, HAS_BIAS)
 
 
 @triton.jit
@@ -198,20 +219,27 @@ def skinny_kernel(
 
 
 def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: GemvConfig, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: GemvConfig,
+    gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, without tensor
-    cores.
+    cores. With `gated`, silu(gate) * up of one token and a weight [2 * N, K], without a bias.
 
-    All are contiguous. `config.rows` divides N.
+    All are contiguous. `config.rows` divides the weight's rows.
     """
     tokens, k = x.shape
-    n = weight.shape[0]
+    rows = weight.shape[0]
+    n = rows // 2 if gated else rows
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    gemv_kernel[(n // config.rows,)](
-        x, weight, weight if bias is None else bias, out, n, k, tokens, config.rows, config.columns, bias is not None,
-        num_warps=config.warps, **PDL,
+    gemv_kernel[(rows // config.rows,)](
+        x, weight, weight if bias is None else bias, out, n, k, tokens, config.rows, config.columns, gated,
+        bias is not None, num_warps=config.warps, **PDL,
     )  # fmt: skip
     return out
 
