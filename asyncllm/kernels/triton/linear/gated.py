@@ -48,6 +48,8 @@ TABLES: dict[str, Table] = {
             (4095, GatedConfig()),
             (16384, GatedConfig(192)),
         ),
+        # As the product alone.
+        (5632, 2048): ((16, SkinnyConfig(64, 128, stages=5)), (64, SkinnyConfig(64, 128, stages=4))),
         (37888, 3584): (
             (16, SkinnyConfig(64, 128, splits=1, stages=5)),  # 67.5 us, cuBLAS and the gate 72.9
             (383, None),  # 105.8 us at 256 tokens, in shares 106.9
