@@ -272,8 +272,11 @@ def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
     "num_experts", [3, 8, pytest.param(128, marks=pytest.mark.gpu), pytest.param(300, marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("block_tokens", [16, 128])
-def test_grouping_many_assignments(num_experts: int, block_tokens: int) -> None:
-    expert_ids = torch.randint(num_experts, (4000, 2), device=DEVICE)
+@pytest.mark.parametrize("tokens", [4000, 9001])
+def test_grouping_many_assignments(num_experts: int, block_tokens: int, tokens: int) -> None:
+    """Of 9,001 tokens' the chunks are counted first."""
+    assert (-(-2 * tokens // moe.MANY_ASSIGNMENTS.size) >= 2 * moe.CHUNKS_EACH) == (tokens == 9001)
+    expert_ids = torch.randint(num_experts, (tokens, 2), device=DEVICE)
     block_experts, assignments, *_ = moe.group(expert_ids, num_experts, block_tokens)
     flat = expert_ids.flatten()
     used = -(-flat.bincount(minlength=num_experts) // block_tokens)

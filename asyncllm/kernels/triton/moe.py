@@ -94,15 +94,16 @@ FEW_ASSIGNMENTS = Chunk(512, 4)
 """2.3 us for 64 tokens of either model."""
 MANY_ASSIGNMENTS = Chunk(2048, 4)
 
-CHUNKS_EACH = 2
+CHUNKS_EACH = 4
 """How many chunks a program of `group_kernel` lists where they have been counted, which they are if there are at least
-twice as many. By one program for each expert it took 104 us for 8,192 tokens of Qwen3-30B-A3B, and 62 for 4,096."""
+twice as many. 8,192 tokens of Qwen3-30B-A3B take 72, 71, 54 and 56 us with 1, 2, 4 and 8; by one program for each
+expert it was 104."""
 
 
-DENSE_TILES = 112
+DENSE_TILES = 192
 """From so many tokens on that an expert gets on average, `linear/hopper_experts.py` multiplies. On an H200, us of a
-layer here and there: Qwen3-30B-A3B 605, 531 at 128 and 1,425, 1,307 at 512; DeepSeek-V2-Lite 380, 420 at 96, 613, 525
-at 192, and 1,838, 1,535 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
+layer in blocks of 128 and there: Qwen3-30B-A3B 634, 641 at 128 and 1,442, 1,270 at 512; DeepSeek-V2-Lite 380, 420 at
+96, 613, 525 at 192, and 1,692, 1,564 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
 
 SUM_TILE = 1024
 """Columns of a program of `weighted_sum_kernel`."""

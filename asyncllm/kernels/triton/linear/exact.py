@@ -45,21 +45,23 @@ would make the sums long that the last one adds up: with 64 in 32 splits 12.1 us
 FEW_TOKENS = 64
 
 MANY = ExactConfig(64, 64, 64, 16, 4)
-"""For more tokens."""
+"""For more tokens. The cast and cuBLAS's product take 125 us for 8,192 tokens and 52 for 1,024; this, in one long sum,
+60 and 38."""
 
 _PROCESSORS = 132
 """Multiprocessors of an H200, to which a sum is split up."""
 
 
 @triton.jit
-def _add_exact(w, x, acc):
-    """acc [N, M] + w [N, K] float32 times x [M, K] bfloat16."""
+def _exact_product(w, x):
+    """w [N, K] float32 times x [M, K] bfloat16 -> [N, M]."""
     high = round_to(w, tl.bfloat16)
     w -= high.to(tl.float32)
     middle = round_to(w, tl.bfloat16)
     low = round_to(w - middle.to(tl.float32), tl.bfloat16)
     turned = tl.trans(x)
-    return dot(high, turned, dot(middle, turned, dot(low, turned, acc)))
+    none = tl.zeros([w.shape[0], x.shape[0]], tl.float32)
+    return dot(high, turned, dot(middle, turned, dot(low, turned, none)))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -93,7 +95,9 @@ def exact_kernel(
         following = k + BLOCK_K
         w_next = tl.load(w_lines + following, mask=there & (following < tl.minimum(K, end * BLOCK_K)), other=0.0)
         x = tl.load(x_lines + k, mask=asked & (k < K), other=0.0)
-        acc = _add_exact(w, x, acc)
+        # Tensor cores cut off what they add to a sum where they do not round it: in one sum over 5,120 columns errors
+        # come to 6e-3, in sums of one step 1e-4.
+        acc += _exact_product(w, x)
     finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS)
 
 

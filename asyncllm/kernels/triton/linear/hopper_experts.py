@@ -68,7 +68,8 @@ class CopyTile(NamedTuple):
     warps: int
 
 
-COPY_TILE = CopyTile(8, 1024, 8)
+COPY_TILE = CopyTile(8, 2048, 8)
+"""8,192 tokens of 2,048 numbers take 135 us for 8 experts each and 105 for 6, at most as long as with seven others."""
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
