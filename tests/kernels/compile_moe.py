@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncllm.kernels.triton import few_experts, moe
+from asyncllm.kernels.triton import expert_blocks, few_experts, moe
 from asyncllm.kernels.triton.linear import hopper_experts
 from tests.kernels.offline import Case
 
@@ -101,26 +101,26 @@ def route(model: str, groups: int = 1) -> Case:
     )
 
 
-def group(model: str, chunk: moe.Chunk, counted: bool = False) -> Case:
+def group(model: str, chunk: expert_blocks.Chunk, counted: bool = False) -> Case:
     return Case(
         f"{model} group {chunk.size}{' counted' if counted else ''}",
-        moe.group_kernel,
+        expert_blocks.group_kernel,
         {
             "expert_ids_ptr": "*i64",
             **dict.fromkeys(("counts_ptr", "assignments_ptr", "block_experts_ptr"), "*i32"),
             **dict.fromkeys(("num_assignments", "max_blocks"), "i32"),
         },
         {"PADDED_EXPERTS": MODELS[model][3], "BLOCK_TOKENS": 16, "CHUNK": chunk.size, "COUNTED": counted,
-         "CHUNKS_EACH": moe.CHUNKS_EACH, "USE_PDL": True},
+         "CHUNKS_EACH": expert_blocks.CHUNKS_EACH, "USE_PDL": True},
         num_warps=chunk.warps,
         options={"launch_pdl": True},
     )  # fmt: skip
 
 
-def count(model: str, chunk: moe.Chunk) -> Case:
+def count(model: str, chunk: expert_blocks.Chunk) -> Case:
     return Case(
         f"{model} count",
-        moe.count_kernel,
+        expert_blocks.count_kernel,
         {"expert_ids_ptr": "*i64", "counts_ptr": "*i32", "num_assignments": "i32"},
         {"PADDED_EXPERTS": MODELS[model][3], "CHUNK": chunk.size, "USE_PDL": True},
         num_warps=chunk.warps,
@@ -169,10 +169,10 @@ CASES = [
     matmul("gemma4", True, 64),
     route("qwen3"),
     route("deepseek_v3", groups=8),
-    group("qwen3", moe.FEW_ASSIGNMENTS),
-    group("qwen3", moe.MANY_ASSIGNMENTS),
-    group("deepseek_v3", moe.MANY_ASSIGNMENTS, counted=True),
-    count("deepseek_v3", moe.MANY_ASSIGNMENTS),
+    group("qwen3", expert_blocks.FEW_ASSIGNMENTS),
+    group("qwen3", expert_blocks.MANY_ASSIGNMENTS),
+    group("deepseek_v3", expert_blocks.MANY_ASSIGNMENTS, counted=True),
+    count("deepseek_v3", expert_blocks.MANY_ASSIGNMENTS),
     weighted_sum("qwen3"),
     weighted_sum("qwen3", placed=True),
     arranged("qwen3"),

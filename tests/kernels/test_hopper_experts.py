@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import Routing
-from asyncllm.kernels.triton import moe
+from asyncllm.kernels.triton import expert_blocks, moe
 from asyncllm.kernels.triton.linear import hopper_experts
 from asyncllm.kernels.triton.linear.hopper import CONSUMER_TOKENS, STEP, WIDTH
 from tests.kernels import gluon_model
@@ -87,7 +87,7 @@ def test_a_model_of_the_kernel_gives_what_the_experts_say(
 def test_rows_are_arranged_by_expert() -> None:
     case = Case(200, 40, 8, 5, 2, fresh_seed())
     num_assignments = case.ids.numel()
-    blocks = moe.group(case.ids, 5, hopper_experts.BLOCK)
+    blocks = expert_blocks.group(case.ids, 5, hopper_experts.BLOCK)
     rows, places = hopper_experts.arrange(case.x, blocks.assignments, blocks.experts, num_assignments)
     here = (case.ids >= 0).flatten()
     places = places.long()[here]

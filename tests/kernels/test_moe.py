@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import Routing
-from asyncllm.kernels.triton import moe
+from asyncllm.kernels.triton import expert_blocks, moe
 from tests.kernels import offline
 from tests.kernels.device import fresh_seed, poison
 
@@ -258,7 +258,7 @@ def test_invariant_experts_give_a_token_the_same_bits_in_any_batch() -> None:
 
 def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
     expert_ids = torch.tensor([[4, 0], [1, 4], [4, 0], [4, 1], [4, 0], [4, 2], [0, 4], [2, 4], [0, 4]], device=DEVICE)
-    block_experts, assignments, *_ = moe.group(expert_ids, 6, 4)
+    block_experts, assignments, *_ = expert_blocks.group(expert_ids, 6, 4)
     assert len(block_experts) == 9
     assert block_experts.tolist() == [0, 0, 1, 2, 4, 4, 4, -1, -1]
     flat = expert_ids.flatten().tolist()
@@ -275,9 +275,9 @@ def test_assignments_are_listed_by_expert_in_their_own_order() -> None:
 @pytest.mark.parametrize("tokens", [4000, 9001])
 def test_grouping_many_assignments(num_experts: int, block_tokens: int, tokens: int) -> None:
     """Of 9,001 tokens' the chunks are counted first."""
-    assert (-(-2 * tokens // moe.MANY_ASSIGNMENTS.size) >= 2 * moe.CHUNKS_EACH) == (tokens == 9001)
+    assert (-(-2 * tokens // expert_blocks.MANY_ASSIGNMENTS.size) >= 2 * expert_blocks.CHUNKS_EACH) == (tokens == 9001)
     expert_ids = torch.randint(num_experts, (tokens, 2), device=DEVICE)
-    block_experts, assignments, *_ = moe.group(expert_ids, num_experts, block_tokens)
+    block_experts, assignments, *_ = expert_blocks.group(expert_ids, num_experts, block_tokens)
     flat = expert_ids.flatten()
     used = -(-flat.bincount(minlength=num_experts) // block_tokens)
     ids = torch.arange(num_experts, device=DEVICE).repeat_interleave(used)
@@ -294,9 +294,9 @@ def test_a_rank_with_some_of_the_experts_takes_blocks_for_its_share(monkeypatch:
     weights, expert_ids = moe.route(random(70, 16, seed=3), Routing(2))
     elsewhere = expert_ids >= 4
     weights, expert_ids = weights.masked_fill(elsewhere, 0.0), expert_ids.masked_fill(elsewhere, -1)
-    sizes, group = [], moe.group
+    sizes, group = [], expert_blocks.group
 
-    def grouped(ids: Tensor, num_experts: int, block_tokens: int) -> moe.Blocks:
+    def grouped(ids: Tensor, num_experts: int, block_tokens: int) -> expert_blocks.Blocks:
         sizes.append(block_tokens)
         return group(ids, num_experts, block_tokens)
 

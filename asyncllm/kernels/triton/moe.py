@@ -1,7 +1,7 @@
 """Mixture of experts on a GPU: routing, and the experts' gated MLPs as two grouped matrix products.
 
-An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `group_kernel` lists the assignments
-by expert in blocks of a fixed number of tokens, so that each block needs the weights of one expert only.
+An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `expert_blocks` lists them by expert
+in blocks of a fixed number of tokens, so that each block needs the weights of one expert only.
 `grouped_matmul_kernel` runs over those blocks: once from the tokens to the experts' hidden rows, with SwiGLU before the
 store, and once from there to the experts' outputs. `weighted_sum_kernel` adds up what the experts of a token say.
 Nothing is read back by the host, so all of it can be captured in a CUDA graph.
@@ -14,7 +14,7 @@ then runs on wgmma like a tile of many, and an output is the same sum in the sam
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,20 +24,18 @@ from torch import Tensor
 from asyncllm.kernels import moe as reference
 from asyncllm.kernels.moe import GATE_SLOPE, Routing
 from asyncllm.kernels.triton.activation import GELU, activate, apply_limited_gate
+from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.few_experts import few_experts
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
     "TILES",
-    "Blocks",
-    "Chunk",
     "Tile",
     "add_up",
     "assignments_of",
     "fused_experts",
     "fused_experts_invariant",
-    "group",
     "multiply",
     "route",
     "rows_of",
@@ -81,23 +79,6 @@ FLOAT32_TILE = Tile(32, 32, 4, 2)
 BLOCKS_PER_GROUP = 16
 """Blocks that go through the weights together, so that an expert's weights are read from memory once. The first product
 of Mixtral takes 1,286 us for 1,024 tokens with 1, 1,069 with 4, 1,061 with 8, 1,046 with 16 and 1,036 with 64."""
-
-
-class Chunk(NamedTuple):
-    """How many assignments `group_kernel` looks at together, and by how many warps."""
-
-    size: int
-    warps: int
-
-
-FEW_ASSIGNMENTS = Chunk(512, 4)
-"""2.3 us for 64 tokens of either model."""
-MANY_ASSIGNMENTS = Chunk(2048, 4)
-
-CHUNKS_EACH = 4
-"""How many chunks a program of `group_kernel` lists where they have been counted, which they are if there are at least
-twice as many. 8,192 tokens of Qwen3-30B-A3B take 72, 71, 54 and 56 us with 1, 2, 4 and 8; by one program for each
-expert it was 104."""
 
 
 DENSE_TILES = 192
@@ -196,97 +177,6 @@ def route_kernel(
     at = token * TOP_K + place
     tl.store(weights_ptr + at, weights * scale, mask=place < TOP_K)
     tl.store(expert_ids_ptr + at, ids.to(tl.int64), mask=place < TOP_K)
-
-
-@triton.jit(do_not_specialize=["num_assignments"])
-def count_kernel(
-    expert_ids_ptr, counts_ptr, num_assignments,
-    PADDED_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per chunk of assignments: how many of them each expert has, to counts [chunks, PADDED_EXPERTS]."""
-    chunk = tl.program_id(0)
-    assignment = chunk * CHUNK + tl.arange(0, CHUNK)
-    wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
-    ids = tl.load(expert_ids_ptr + assignment, mask=assignment < num_assignments, other=-1).to(tl.int32)
-    counts = tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
-    tl.store(counts_ptr + chunk * PADDED_EXPERTS + tl.arange(0, PADDED_EXPERTS), counts)
-
-
-@triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
-def group_kernel(
-    expert_ids_ptr,
-    counts_ptr,
-    assignments_ptr,
-    block_experts_ptr,
-    num_assignments,
-    max_blocks,
-    PADDED_EXPERTS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    CHUNKS_EACH: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program per expert: its assignments in ascending order from its first block on, then padding. COUNTED: one
-    per expert and CHUNKS_EACH chunks, with the counts of `count_kernel`.
-
-    assignments [max_blocks * BLOCK_TOKENS]: num_assignments where there is none. block_experts [max_blocks]: the
-    expert of each block, -1 behind the last.
-    """
-    expert = tl.program_id(0)
-    experts = tl.arange(0, PADDED_EXPERTS)
-    wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
-    counts = tl.zeros([PADDED_EXPERTS], tl.int32)
-    before = tl.zeros([PADDED_EXPERTS], tl.int32)
-    if COUNTED:
-        begin = tl.program_id(1) * CHUNKS_EACH * CHUNK
-        end = tl.minimum(num_assignments, begin + CHUNKS_EACH * CHUNK)
-        for chunk in range(0, (num_assignments + CHUNK - 1) // CHUNK):
-            own = tl.load(counts_ptr + chunk * PADDED_EXPERTS + experts)
-            counts += own
-            before += tl.where(chunk < tl.program_id(1) * CHUNKS_EACH, own, 0)
-    else:
-        begin = 0
-        end = num_assignments
-        for start in range(0, num_assignments, CHUNK):
-            assignment = start + tl.arange(0, CHUNK)
-            exists = assignment < num_assignments
-            ids = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32)
-            counts += tl.histogram(tl.maximum(ids, 0), PADDED_EXPERTS, mask=ids >= 0)
-    blocks = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    first_block = tl.sum(tl.where(experts < expert, blocks, 0), 0)
-    own_count = tl.sum(tl.where(experts == expert, counts, 0), 0)
-    own_blocks = (own_count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-
-    if own_count > 0:
-        next_place = first_block * BLOCK_TOKENS + tl.sum(tl.where(experts == expert, before, 0), 0)
-        for start in range(begin, end, CHUNK):
-            assignment = start + tl.arange(0, CHUNK)
-            exists = assignment < num_assignments
-            mine = tl.load(expert_ids_ptr + assignment, mask=exists, other=-1).to(tl.int32) == expert
-            counted = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(assignments_ptr + next_place + counted - 1, assignment, mask=mine)
-            next_place += tl.sum(mine.to(tl.int32), 0)
-        if tl.program_id(1) == 0:
-            padding = first_block * BLOCK_TOKENS + own_count + tl.arange(0, BLOCK_TOKENS)
-            tl.store(
-                assignments_ptr + padding,
-                tl.zeros([BLOCK_TOKENS], tl.int32) + num_assignments,
-                mask=padding < (first_block + own_blocks) * BLOCK_TOKENS,
-            )
-            for start in range(0, own_blocks, 128):
-                block = start + tl.arange(0, 128)
-                tl.store(
-                    block_experts_ptr + first_block + block,
-                    tl.zeros([128], tl.int32) + expert,
-                    mask=block < own_blocks,
-                )
-    if (expert == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
-        for start in range(first_block + own_blocks, max_blocks, 128):
-            block = start + tl.arange(0, 128)
-            tl.store(block_experts_ptr + block, tl.full([128], -1, tl.int32), mask=block < max_blocks)
 
 
 @triton.jit(do_not_specialize=["num_assignments", "max_blocks"])
@@ -464,9 +354,9 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
             GROUPS=routing.groups,
             TOP_GROUPS=routing.top_groups,
             TOP2=routing.group_score == "top2",
-            PADDED_EXPERTS=_power_of_two(num_experts),
-            PADDED_GROUPS=_power_of_two(routing.groups),
-            PADDED_K=_power_of_two(top_k),
+            PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+            PADDED_GROUPS=triton.next_power_of_2(routing.groups),
+            PADDED_K=triton.next_power_of_2(top_k),
         )
     return weights, expert_ids
 
@@ -587,7 +477,7 @@ def add_up(outputs: Tensor, weights: Tensor, out: Tensor, places: Tensor | None 
     assignment's row of outputs lies, unless its weight is zero."""
     num_tokens, top_k = weights.shape
     width = out.shape[1]
-    tile = min(SUM_TILE, _power_of_two(width))
+    tile = min(SUM_TILE, triton.next_power_of_2(width))
     grid = (num_tokens, -(-width // tile), 1)
     launch(
         weighted_sum_kernel,
@@ -598,17 +488,6 @@ def add_up(outputs: Tensor, weights: Tensor, out: Tensor, places: Tensor | None 
         PLACED=places is not None,
         TILE=tile,
     )
-
-
-class Blocks(NamedTuple):
-    """Assignments in blocks of one expert each."""
-
-    experts: Tensor
-    """[blocks], -1 for none; where ungrouped, the expert ids themselves."""
-    assignments: Tensor
-    """[blocks * size] int32: each one's, or their number for padding; not read where ungrouped."""
-    size: int
-    ungrouped: bool
 
 
 def multiply(
@@ -651,45 +530,9 @@ def multiply(
     )
 
 
-def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
-    """expert_ids [T, k] -> blocks of block_tokens assignments, in the order of experts, then of assignments."""
-    num_assignments = expert_ids.numel()
-    used_experts = min(num_experts, num_assignments)
-    max_blocks = min(num_assignments, (num_assignments + used_experts * (block_tokens - 1)) // block_tokens)
-    assignments = torch.empty(max_blocks * block_tokens, dtype=torch.int32, device=expert_ids.device)
-    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=expert_ids.device)
-    chunk = FEW_ASSIGNMENTS if num_assignments <= FEW_ASSIGNMENTS.size else MANY_ASSIGNMENTS
-    chunks = -(-num_assignments // chunk.size)
-    counted = chunks >= 2 * CHUNKS_EACH
-    sizes: dict[str, Any] = {
-        "num_warps": chunk.warps,
-        "PADDED_EXPERTS": _power_of_two(num_experts),
-        "CHUNK": chunk.size,
-    }
-    counts = assignments
-    if counted:
-        counts = torch.empty(chunks, _power_of_two(num_experts), dtype=torch.int32, device=expert_ids.device)
-        launch(count_kernel, (chunks, 1, 1), (expert_ids, counts), (num_assignments,), **sizes)
-    launch(
-        group_kernel,
-        (num_experts, -(-chunks // CHUNKS_EACH) if counted else 1, 1),
-        (expert_ids, counts, assignments, block_experts),
-        (num_assignments, max_blocks),
-        BLOCK_TOKENS=block_tokens,
-        COUNTED=counted,
-        CHUNKS_EACH=CHUNKS_EACH,
-        **sizes,
-    )
-    return Blocks(block_experts, assignments, block_tokens, False)
-
-
 def tokens_per_block(num_assignments: int, num_experts: int) -> int:
     """Return half as many again as an expert gets on average, so that most experts fill one block or more."""
     for block_tokens in TILES:
         if 2 * num_experts * block_tokens >= 3 * num_assignments:
             return block_tokens
     return max(TILES)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

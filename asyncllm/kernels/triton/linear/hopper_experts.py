@@ -199,8 +199,8 @@ def compile_options(*, gated: bool) -> dict[str, Any]:
 
 
 def arrange(x: Tensor, assignments: Tensor, block_experts: Tensor, num_assignments: int) -> tuple[Tensor, Tensor]:
-    """x [T, W] and the assignments of blocks of BLOCK (`moe.Blocks`) -> rows [blocks * BLOCK, W] by place, and places
-    [num_assignments] int32; those of assignments to experts that are elsewhere are not written."""
+    """x [T, W] and the assignments of blocks of BLOCK (`expert_blocks.Blocks`) -> rows [blocks * BLOCK, W] by place,
+    and places [num_assignments] int32; those of assignments to experts that are elsewhere are not written."""
     width = x.shape[1]
     arranged = torch.empty(len(assignments), width, dtype=x.dtype, device=x.device)
     places = torch.empty(num_assignments, dtype=torch.int32, device=x.device)

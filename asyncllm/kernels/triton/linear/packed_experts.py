@@ -12,17 +12,16 @@ from torch import Tensor
 
 from asyncllm.kernels.moe import GATE_SLOPE
 from asyncllm.kernels.packed import MOST_E8M0, PackedWeight
+from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.packed import codes_of, e2m1_value, expand_experts, factors_of, shifted_words
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.moe import (
     BLOCKS_PER_GROUP,
-    Blocks,
     add_up,
     assignments_of,
     fused_experts,
-    group,
     rows_of,
     store_block,
     tile_of,

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.scaled import GROUP, RoundedRows, ScaledWeight
+from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.scaled import operand, products
 from asyncllm.kernels.triton.linear.tiles import Tile
-from asyncllm.kernels.triton.moe import Blocks, add_up, group, tokens_per_block
+from asyncllm.kernels.triton.moe import add_up, tokens_per_block
 from asyncllm.kernels.triton.rounded import gate_rounded, round_rows
 
 __all__ = ["TILES", "multiply", "scaled_experts"]
