@@ -40,7 +40,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
         "layers without attention, and MLPs of several sizes, are not written yet",
         "LlamaForCausalLM",
     ),
-    "DeepseekV32ForCausalLM": Refused("DeepSeek-V3.2", _INDEX, "DeepseekV3ForCausalLM"),
     "DeepseekV4ForCausalLM": Refused("DeepSeek-V4", _INDEX, "DeepseekV3ForCausalLM"),
     "DiffLlamaForCausalLM": Refused(
         "Differential Transformer", "differences of two attentions are not written yet", "LlamaForCausalLM"
@@ -48,7 +47,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "DogeForCausalLM": Refused(
         "Doge", "its masks, which follow from the values, are not written yet", "Qwen3ForCausalLM"
     ),
-    "GlmMoeDsaForCausalLM": Refused("GLM-5", _INDEX, "Glm4MoeLiteForCausalLM"),
     "Grok1ModelForCausalLM": Refused("Grok 1", _NO_ORACLE, "MixtralForCausalLM"),
     "InternLMXComposerForCausalLM": Refused(
         "InternLM-XComposer 1", "there is nothing to hold its tower to", "InternLMXComposer2ForCausalLM"

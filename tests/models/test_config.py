@@ -419,6 +419,15 @@ def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
     assert config.rope.axes == (0, 1, 2) * 10 + (0, 1)
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
+    longer = {"max_position_embeddings": 163840}
+    assert read(tmp_path, longer, tiny(architecture)).max_position == 128
+    assert read(tmp_path, {**longer, "index_topk": ABSENT}, tiny(architecture)).max_position == 2048
+    with pytest.raises(UnsupportedModel, match=r"index_topk = 128.*Leave the scaling out"):
+        read(tmp_path, longer, tiny(architecture), rope_scaling_factor=2.0)
+
+
 def test_a_decoder_of_images_may_have_no_window(tmp_path: Path) -> None:
     """Mistral Small 3.1 says null, and Mistral 7B v0.1, whose class it is, has a window where nothing is said."""
     for window, expected in ((ABSENT, 4096), (None, None), (8, 8)):
