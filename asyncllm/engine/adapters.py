@@ -15,7 +15,7 @@ __all__ = ["AdapterTable"]
 
 
 class AdapterTable:
-    """The loaded adapters, and the names of those being loaded. Written by the engine's calls."""
+    """The loaded adapters, and the names of those being loaded. Written by calls of the engine."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class AdapterTable:
         digests: Sequence[str] = (),
         encoders: Mapping[str, PromptEncoder] = MappingProxyType({}),
     ) -> None:
-        """`adapters`: name -> path of the adapters that the executor knows from its start, under the numbers 1, 2 and
-        so on. `digests`: of their files. `encoders`: by name, as for `add`."""
+        """`adapters`: name -> path of the adapters that the executor loads at its start, numbered from 1. `digests`:
+        the digests of their files. `encoders`: by name, as for `add`."""
         self._num_slots = num_slots
         self._by_name = {name: Adapter(index, name, path) for index, (name, path) in enumerate(adapters.items(), 1)}
         for adapter, digest in zip(self, digests, strict=False):
@@ -33,7 +33,7 @@ class AdapterTable:
         self._next_number = len(self._by_name) + 1
         self._loading: set[str] = set()
         self._encoders = dict(encoders)
-        """By name, those of adapters that have a chat template of their own."""
+        """By name, the encoders of adapters that have their own chat template."""
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(self._by_name.values())
@@ -56,14 +56,13 @@ class AdapterTable:
         return adapter
 
     def encoder_of(self, name: str) -> PromptEncoder | None:
-        """Return what encodes prompts for an adapter; None if the model's chat template is its own too. Raises
+        """Return the prompt encoder of an adapter, or None if it uses the model's chat template. Raises
         InvalidParameter."""
         return self._encoders.get(self.find(name).name)
 
     def begin(self, name: Any, path: str, *, replace: bool = False) -> Adapter:
-        """Return an adapter with a new number, which is to be read. The name is reserved until `end`. `replace`: it may
-        be that of a loaded one. Raises InvalidParameter, and UnsupportedFeature if the engine has no room for
-        adapters."""
+        """Reserve a name until `end`, and return an adapter with a new number, to be read. `replace`: the name may be
+        that of a loaded adapter. Raises InvalidParameter, and UnsupportedFeature if the engine has no adapter slots."""
         if not self._num_slots:
             raise UnsupportedFeature(
                 "The engine was started without room for adapters. Start it with EngineConfig(max_loras=...), the "
@@ -82,12 +81,12 @@ class AdapterTable:
         return Adapter(self._next_number - 1, name, path)
 
     def end(self, adapter: Adapter) -> None:
-        """Free the name of an adapter that has been read, or could not be."""
+        """Release the name of an adapter that has been read, or could not be read."""
         self._loading.discard(adapter.name)
 
     def add(self, adapter: Adapter, encoder: PromptEncoder | None) -> Adapter | None:
-        """Let requests name an adapter that has been read. Return the one that had its name, which open requests
-        keep. `encoder`: with the adapter's own chat template; None if it has none."""
+        """Make an adapter that has been read available to requests. Return the adapter that had its name, which open
+        requests keep using. `encoder`: for the adapter's own chat template, or None."""
         former = self._by_name.pop(adapter.name, None)
         self._encoders.pop(adapter.name, None)
         if encoder is not None:
@@ -98,7 +97,7 @@ class AdapterTable:
         return former
 
     def remove(self, name: Any) -> Adapter:
-        """Remove an adapter, which open requests keep, and return it. Raises InvalidParameter."""
+        """Remove an adapter and return it; open requests keep using it. Raises InvalidParameter."""
         adapter = self.find(name, "name")
         del self._by_name[adapter.name]
         self._encoders.pop(adapter.name, None)

@@ -1,4 +1,4 @@
-"""AsyncEngine, the public face of the engine: its methods pass calls on to the parts that `Lifecycle` holds.
+"""AsyncEngine, the public face of the engine: its methods delegate to the parts that `Lifecycle` holds.
 
 generate() ── Call ──> InputProcessor.prepare ── Request ──> EngineLoop.open ──> Scheduler ──> Executor
 async for chunk <── Generation <── Delivery <── EngineLoop
@@ -68,11 +68,11 @@ class AsyncEngine:
         chat_template: ChatTemplate | None = None,
         scheduler: Callable[..., Scheduler] | None = None,
     ) -> None:
-        """Check the settings; nothing is loaded before `start`. Raises InvalidParameter, UnsupportedFeature.
+        """Check the settings; `start` loads the model. Raises InvalidParameter, UnsupportedFeature.
 
-        `model_path` is a folder, the name of a bundled model, or a model id of the hub. `executor`, `tokenizer` and
-        `chat_template` replace those that `start` would open from the model's folder; `scheduler` replaces the
-        Scheduler class.
+        `model_path` is a folder, the name of a bundled model, or a model id on the Hugging Face hub. `executor`,
+        `tokenizer` and `chat_template` replace the ones that `start` would load from the model's folder; `scheduler`
+        replaces the Scheduler class.
         """
         if not isinstance(model_path, str) or not model_path:
             raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
@@ -86,7 +86,7 @@ class AsyncEngine:
         self._lifecycle = Lifecycle(files, scheduler, self.model_name)
 
     async def start(self) -> None:
-        """Load the model and start the engine. Raises ModelError, EngineError, and then leaves nothing behind."""
+        """Load the model and start the engine. On ModelError or EngineError, leave nothing behind."""
         await self._lifecycle.start()
 
     async def close(self) -> None:
@@ -115,16 +115,15 @@ class AsyncEngine:
 
     @property
     def reply_format(self) -> ReplyFormat:
-        """The format in which the model writes reasoning and tool calls, as far as it is known."""
+        """The model's format for reasoning and tool calls, as far as it is known."""
         return self._lifecycle.encoder.splitter.form
 
     def chat_template_of(self, adapter_name: str | None) -> ChatTemplate:
-        """Return the template that writes conversations with an adapter, which may be the model's. Raises
-        InvalidParameter."""
+        """Return the chat template for an adapter, which may be the model's own. Raises InvalidParameter."""
         return self._lifecycle.inputs.encoder_for(adapter_name).template
 
     def reply_format_of(self, adapter_name: str | None) -> ReplyFormat:
-        """Return `reply_format` for conversations with an adapter. Raises InvalidParameter."""
+        """Return `reply_format` for an adapter. Raises InvalidParameter."""
         return self._lifecycle.inputs.encoder_for(adapter_name).splitter.form
 
     @property
@@ -144,7 +143,7 @@ class AsyncEngine:
 
     @property
     def observers(self) -> list[Callable[[RequestRecord], None]]:
-        """Functions that the engine's loop calls with the record of each request that ends. Append your own."""
+        """Functions to call with the record of each request that ends. Append your own."""
         return self._lifecycle.observers
 
     @observers.setter
@@ -152,7 +151,7 @@ class AsyncEngine:
         self._lifecycle.observers = observers
 
     def check_running(self) -> None:
-        """Raise EngineClosed, EngineDead, or EngineError in another event loop, unless the engine takes requests."""
+        """Raise EngineClosed or EngineDead unless the engine takes requests, and EngineError in another event loop."""
         self.running()
 
     def running(self) -> EngineLoop:
@@ -254,13 +253,13 @@ class AsyncEngine:
         Prompts with the largest `max_new_tokens` start first, unless there is a `timeout`. `on_response` is called
         with each response in order, as soon as it and those before it are complete. Raises InvalidRequest and
         EngineError, which end all the answers. A prompt of a list that is malformed or too long, and a request that
-        fails in a step or at its deadline, give a Response with finish_reason 'error', and the others go on.
+        fails in a step or at its deadline, produces a Response with finish_reason 'error', and the others continue.
         """
         pairs = pair_with_configs(prompts, gen_config)
         generations = self._answers(
             pairs, do_preprocess=do_preprocess, adapter_name=adapter_name, streaming=False, options=options
         )
-        # Under a timeout, a long answer that starts first would use up the time of those behind it.
+        # With a timeout, a long answer started first would use up the time of those queued after it.
         order = range(len(pairs)) if options.get("timeout") else longest_first([config for _, config in pairs])
         single = is_single(prompts)
         responses = await responses_of(generations, order, on_response, single=single)
@@ -277,9 +276,9 @@ class AsyncEngine:
         stream_response: bool = True,
         **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
-        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt. With `sessions`, one
-        for each prompt, the prompts are the next turns of these. Errors are those of `batch_infer`, with a chunk in
-        place of the Response, and those of `Session.chat`."""
+        """Yield the chunks of all answers as they arrive. `chunk.index` is the number of the prompt. `sessions` has one
+        session per prompt, and each prompt is the next turn of its session. Raises the errors of `batch_infer`, with a
+        chunk in place of the Response, and those of `Session.chat`."""
         pairs = pair_with_configs(prompts, gen_config)
         answers = self._answers(
             pairs,
@@ -297,7 +296,7 @@ class AsyncEngine:
         sessions: Sequence[Session] | None = None,
         **same: Any,
     ) -> list[Generation]:
-        """Return a Generation for each (prompt, config), not started. `same`: fields that all their calls share."""
+        """Return an unstarted Generation for each (prompt, config). `same`: fields that all their calls share."""
         if sessions is not None and len(sessions) != len(pairs):
             raise InvalidParameter(
                 f"There are {len(pairs)} prompts and {len(sessions)} sessions. Pass one for each.", "sessions"
@@ -338,11 +337,12 @@ class AsyncEngine:
     async def classify(
         self, prompts: EmbeddingInput, *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
     ) -> SequenceScores | list[SequenceScores]:
-        """Return the scores that the model's head gives one prompt (a text or token ids), or each of a list in order.
+        """Return the scores of the model's head for one prompt (a text or token ids), or for a list of prompts in
+        order.
 
-        Models of a class that ends in ForSequenceClassification or ForRewardModel have such a head; it reads the last
-        token's hidden state after the final norm. A text is encoded as in `embed`. The first error of any prompt ends
-        the call. Raises InvalidRequest, RequestFailed, EngineError.
+        The model's class must end in ForSequenceClassification or ForRewardModel; its head reads the last token's
+        hidden state after the final norm. A text is encoded as in `embed`. The first error of any prompt ends the call.
+        Raises InvalidRequest, RequestFailed, EngineError.
         """
         self.check_running()
         return await pool(self._lifecycle, prompts, ScoreForm(self.limits), options, adapter_name)
@@ -369,11 +369,11 @@ class AsyncEngine:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> list[int] | list[list[int]]:
-        """Return the token ids that `generate` would make of a prompt, or of each of a list of prompts.
+        """Return the token ids that `generate` would make of a prompt, or of each prompt of a list.
 
-        `add_bos=False` leaves out the tokens that the checkpoint's tokenizer puts in front. `bounded` refuses a text
-        that can never fit before all of it is encoded. `adapter_name` counts for its chat template. Long texts are
-        encoded in a thread. Raises InvalidRequest, EngineClosed.
+        `add_bos=False` leaves out the tokens that the tokenizer prepends. `bounded` refuses, before encoding all of it,
+        a text that can never fit. `adapter_name` selects the chat template. Long texts are encoded in a thread. Raises
+        InvalidRequest, EngineClosed.
         """
         self.check_running()
         encoder = self._lifecycle.inputs.encoder_for(adapter_name)
@@ -393,8 +393,8 @@ class AsyncEngine:
         return await encoder.offload(decode, len(tokens) if isinstance(tokens, Sequence) else 0)
 
     async def offload(self, call: Callable[[], Result], size: int) -> Result:
-        """Return what `call` returns. If `size`, in tokens or characters of the text that it handles, is large, run it
-        in one of the threads that encode long prompts, so that the event loop stays free. Raises EngineClosed."""
+        """Return the result of `call`. If `size`, in tokens or characters of the text it handles, is large, run it in
+        one of the threads that encode long prompts, so that the event loop stays free. Raises EngineClosed."""
         return await self._lifecycle.encoder.offload(call, size)
 
     async def get_logits(
@@ -436,11 +436,10 @@ class AsyncEngine:
     async def update_weights(self, weights: Weights) -> None:
         """Replace some or all weights in place, between two steps, by their names in the checkpoint's safetensors.
 
-        Tensors may be on any device and of any float type. All are checked before the first is copied. Running
-        answers keep their tokens, whose keys and values are computed again; every cached prefix is dropped. After a
-        cancellation either all weights are replaced or none, and the tensors must stay unchanged until the next
-        command (such as `sleep`) has returned. Raises InvalidParameter, after which nothing has changed, and
-        EngineError.
+        Tensors may be on any device and of any float type. All are checked before the first is copied. Running answers
+        keep their tokens, whose keys and values are recomputed; every cached prefix is dropped. After a cancellation
+        either all weights are replaced or none, and the tensors must stay unchanged until the next command (such as
+        `sleep`) has returned. Raises EngineError, and InvalidParameter, after which nothing has changed.
         """
         await self.running().change(update_of(weights))
 
@@ -452,12 +451,11 @@ class AsyncEngine:
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
         """Load a LoRA adapter in PEFT's format, from a folder or the hub, for requests with `adapter_name=name`.
 
-        The adapter is read beside the steps, which do not wait for it. The name must be free, unless `replace` is True:
-        then the adapter that has it answers its open requests to their end, and the new one all that come later. The
-        two share no cached prefix. The chat template is the one registered under the name, else that of the folder,
-        else the model's. The engine must have been started with room for adapters (`EngineConfig.adapters`
-        or `max_loras`). Raises ModelError, InvalidParameter, UnsupportedFeature, EngineError, after which nothing has
-        changed.
+        Reading the adapter does not delay running steps. The name must be free, unless `replace` is True: then the old
+        adapter answers its open requests to their end, and the new one all later requests. The two share no cached
+        prefix. The chat template is the one registered under the name, else the folder's, else the model's. The engine
+        must have been started with adapter slots (`EngineConfig.adapters` or `max_loras`). Raises ModelError,
+        InvalidParameter, UnsupportedFeature, EngineError, after which nothing has changed.
         """
         loop = self.running()
         if name == self.model_name:
@@ -476,7 +474,7 @@ class AsyncEngine:
             loop.drop(former)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter. Open requests keep it; its memory is freed when the last of them has ended.
+        """Unload a LoRA adapter. Open requests keep using it; its memory is freed when the last of them has ended.
 
         Raises InvalidParameter, EngineError.
         """
@@ -487,8 +485,8 @@ class AsyncEngine:
         """Free the device's memory between two steps, until `wake`. A sleeping engine can go from level 1 to 2.
 
         Level 1 keeps the weights in host memory. Level 2 drops them; `wake` reads them from the checkpoint, unless
-        `update_weights` has brought all of them back. Requests are not lost: running ones are computed again after
-        `wake`, and new ones wait, within the queue's bounds and their `timeout`. Raises InvalidParameter, ModelError,
+        `update_weights` has brought all of them back. No request is lost: running requests are recomputed after `wake`,
+        and new ones wait, within the queue's bounds and their `timeout`. Raises InvalidParameter, ModelError,
         EngineError.
         """
         await self.running().change(sleep_of(level))
@@ -496,21 +494,21 @@ class AsyncEngine:
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the device's memory again. Does nothing if the engine is awake.
 
-        `tags` wakes "weights" and "kv_cache" one by one, so that weights can be updated in between; None wakes both.
-        Raises ModelError if memory is short (the engine then still sleeps), InvalidParameter, EngineError.
+        `tags` wakes "weights" and "kv_cache" separately, so that weights can be updated in between; None wakes both.
+        Raises ModelError if memory is short (the engine then stays asleep), InvalidParameter, EngineError.
         """
         await self.running().change(wake_of(tags))
 
     async def wakeup(self, tags: Sequence[str] | None = None) -> None:
-        """Do as `wake`, of which this is LMDeploy's name."""
+        """LMDeploy's name for `wake`."""
         await self.wake(tags)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of what the engine holds and has done."""
+        """Return a snapshot of the engine's counters and contents."""
         return self.running().stats(len(self._lifecycle.sessions))
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or if a row or block is held by anything but unread steps.
+        """Raise AssertionError if a request is open, or a row or block is held other than by unread steps.
 
         For tests. It holds as soon as the last answer has ended.
         """

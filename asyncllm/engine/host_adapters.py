@@ -1,11 +1,12 @@
-"""HostAdapters: which of the loaded LoRA adapters lie in host memory, read from their folders beside the steps.
+"""HostAdapters: which of the loaded LoRA adapters are in host memory. Adapters are read from their folders while steps
+run.
 
     loaded ──> read ──> in host memory ──> some in slots of the device (`AdapterSlots`)
       ^                      │
-      └── no request uses it, and another adapter needs the room
+            └── evicted when no request uses it and another adapter needs its place
 
-An adapter is used by requests that are open, and by those that wait for it before they are queued. So whatever is
-scheduled has its adapter in host memory, and no step waits for a file.
+An adapter is in use while a request is open, or waits for the adapter before it is queued. Every scheduled sequence
+thus has its adapter in host memory, and no step waits for a file.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ class HostAdapters:
     """Written in the event loop's thread."""
 
     def __init__(self, executor: Executor, room: int, when_read: Callable[[Callable[[], None]], None]) -> None:
-        """`room`: how many adapters there is memory for. `when_read` calls a function once all steps that are in flight
-        have been read."""
+        """`room`: how many adapters host memory holds. `when_read` calls a function once all steps in flight have been
+        read."""
         self._executor = executor
         self._room = room
         self._when_read = when_read
         self._event_loop = asyncio.get_running_loop()
         self._present: OrderedDict[Adapter, None] = OrderedDict()
-        """In host memory, the least recently used first."""
+        """Adapters in host memory, least recently used first."""
         self._reading: dict[Adapter, asyncio.Task[None]] = {}
         self._num_leaving = 0
-        """Adapters that steps in flight may still name, and whose memory is freed after those."""
+        """Evicted adapters that steps in flight may still name. Their memory is freed after those steps."""
         self._turn = asyncio.Lock()
-        """Held while one call makes room and reads: files are read one after another, in the order of the calls."""
+        """Held while one call frees memory and reads: files are read one after another, in the order of the calls."""
         self._freed: asyncio.Future[None] = self._event_loop.create_future()
-        """Done when there may be more room. Replaced then."""
+        """Done when memory may have been freed, and replaced at that time."""
         self._over: asyncio.Future[None] = self._event_loop.create_future()
-        """Has the engine's last error when it has ended."""
+        """Raises the engine's last error once the engine has ended."""
         self.num_reads = 0
-        """Adapters that were read while the engine ran."""
+        """Adapters read while the engine was running."""
 
     def begin_with(self, adapters: Iterable[Adapter]) -> None:
-        """Note which adapters the executor has read at its start."""
+        """Record the adapters that the executor has read at its start."""
         self._present.update(dict.fromkeys(adapters))
 
     @property
@@ -59,7 +60,7 @@ class HostAdapters:
 
     async def load(self, adapter: Adapter) -> None:
         """Read an adapter for the first time. Raises ModelError, InvalidParameter, EngineError. A cancellation leaves
-        nothing of it."""
+        nothing behind."""
         try:
             await self._bring(adapter)
         except BaseException:
@@ -68,9 +69,9 @@ class HostAdapters:
 
     @asynccontextmanager
     async def holding(self, adapter: Adapter, deadline: float | None) -> AsyncGenerator[None, None]:
-        """Bring an adapter to host memory and keep it there until the block ends. `deadline`: time of the event loop.
+        """Bring an adapter into host memory and keep it there during the block. `deadline`: in the event loop's time.
 
-        Raises DeadlineExceeded, EngineError, and ModelError if it can be read no more.
+        Raises DeadlineExceeded, EngineError, and ModelError if the adapter can no longer be read.
         """
         adapter.num_waiting += 1
         try:
@@ -80,7 +81,7 @@ class HostAdapters:
                         await self._bring(adapter)
                 except TimeoutError:
                     raise DeadlineExceeded(
-                        "The request's timeout was over before its adapter had been read, or had found room in host "
+                        "The request's timeout passed before its adapter had been read or had found space in host "
                         "memory. Allow more time, or raise lora_host_mb."
                     ) from None
             self._present.move_to_end(adapter)
@@ -90,26 +91,26 @@ class HostAdapters:
             self.released(adapter)
 
     def released(self, adapter: Adapter) -> None:
-        """Note that one use of an adapter is over."""
+        """Note the end of one use of an adapter."""
         if not adapter.in_use:
             if adapter.retired:
                 self.forget(adapter)
             self._note_room()
 
     def forget(self, adapter: Adapter) -> None:
-        """Free what an unloaded adapter has, once no request uses it."""
+        """Free the memory of an unloaded adapter once no request uses it."""
         adapter.retired = True
         if adapter in self._present and not adapter.in_use:
             self._drop(adapter)
 
     def end(self, error: AsyncLLMError) -> None:
-        """Raise `error` in the calls that wait. The engine has ended."""
+        """Raise `error` in the waiting calls. The engine has ended."""
         if not self._over.done():
             self._over.set_exception(error)
-            self._over.exception()  # as there may be no caller to do so
+            self._over.exception()  # There may be no caller to retrieve it.
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Wait until an adapter has been read by one task for all who ask for it."""
+        """Wait until one task has read an adapter on behalf of all that need it."""
         reading = self._reading.get(adapter)
         if reading is None:
             reading = self._event_loop.create_task(self._read(adapter), name="asyncllm-adapter")
@@ -120,7 +121,7 @@ class HostAdapters:
     def _note_read(self, adapter: Adapter, reading: asyncio.Task[None]) -> None:
         del self._reading[adapter]
         if not reading.cancelled():
-            reading.exception()  # as the callers may have left
+            reading.exception()  # The callers may have left.
         if adapter.retired:
             self.forget(adapter)
         self._note_room()
@@ -145,7 +146,7 @@ class HostAdapters:
         return future.result()
 
     def _evict(self) -> None:
-        """Begin to free the memory of the adapter that has been without use for longest, if there is one."""
+        """Begin to free the memory of the unused adapter that was used least recently, if there is one."""
         if not self._num_leaving:
             victim = next((adapter for adapter in self._present if not adapter.in_use), None)
             if victim is not None:

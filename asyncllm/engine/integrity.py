@@ -12,7 +12,7 @@ __all__ = ["check_idle", "check_integrity"]
 
 
 def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> None:
-    """Raise AssertionError unless rows, slots, blocks and the queue agree, and with them the given `requests`."""
+    """Raise AssertionError unless rows, slots, blocks, the queue and the given `requests` agree."""
     running = scheduler._running
     scheduler.blocks.check_integrity(sequence.blocks for sequence in running)
     scheduler.host.check_integrity()
@@ -20,7 +20,7 @@ def check_integrity(scheduler: Scheduler, requests: Iterable[Request] = ()) -> N
     scheduler.adapters.check_integrity(Counter(each.number for each in adapters if each is not None))
     scheduler.slots.check_integrity([sequence.slot for sequence in running])
     known = dict.fromkeys(sequence.request for sequence in (*running, *scheduler.waiting))
-    # Siblings whose leader is still at the prompt wait too.
+    # Siblings whose leader has not finished the prompt also count as waiting.
     states = [sequence.state for request in known for sequence in request.sequences]
     waiting = states.count(SequenceState.WAITING) + states.count(SequenceState.SWAPPED)
     assert waiting == scheduler.num_waiting, f"{scheduler.num_waiting} sequences are counted as waiting, {waiting} wait"

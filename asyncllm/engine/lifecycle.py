@@ -33,7 +33,7 @@ from asyncllm.types import RequestRecord
 __all__ = ["Lifecycle"]
 
 RANKS_STALL_S = 120.0
-"""Unless set: several times what the longest step of a GPU takes, and what a kernel takes to compile."""
+"""Default stall timeout of ranks: several times the longest GPU step and the time to compile a kernel."""
 
 _live: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 """Engines that have started and not closed, for tests that look for leaks."""
@@ -48,13 +48,13 @@ class Lifecycle:
     inputs: InputProcessor
 
     def __init__(self, files: ModelFiles, make_scheduler: Callable[..., Scheduler] | None, name: str) -> None:
-        """`name`: the model's, which the names of tasks contain."""
+        """`name`: the model's name, used in the names of tasks."""
         self.files = files
         self._make_scheduler = make_scheduler
         self._name = name
         self._state = "new"
         self.adapters = AdapterTable(0, {})
-        """The loaded adapters, once the engine runs."""
+        """The loaded adapters, while the engine runs."""
         self._loop: EngineLoop | None = None
         self._executor: Executor | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -63,7 +63,7 @@ class Lifecycle:
         """Functions that the engine's loop calls with the record of each request that ends."""
 
     async def start(self) -> None:
-        """Load the model and start the engine's loop. Raises ModelError, EngineError; nothing is left behind then."""
+        """Load the model and start the engine's loop. On ModelError or EngineError, leave nothing behind."""
         if self._state != "new":
             raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
         loop = asyncio_loop()
@@ -72,7 +72,7 @@ class Lifecycle:
         try:
             await self._starting
         except asyncio.CancelledError:
-            # The start may have ended in the same iteration of the event loop in which this was cancelled.
+            # The start may have finished in the same event-loop iteration in which it was cancelled.
             if self._starting.done() and not self._starting.cancelled():
                 self._starting.exception()
             await self.close()
@@ -125,8 +125,8 @@ class Lifecycle:
         _live.add(self)
 
     async def _configured_adapters(self) -> AdapterTable:
-        """Return the table of adapters, with those that the engine starts with. Raises ModelError, InvalidParameter."""
-        # The config with the folders that `files.find` has found.
+        """Return the table of the adapters that the engine starts with. Raises ModelError, InvalidParameter."""
+        # Use the config with the folders that `files.find` has found.
         paths = self.files.config.adapters or {}
         own = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in paths.items()})
         encoders = {name: encoder for name, encoder in own.items() if encoder is not None}
@@ -145,13 +145,13 @@ class Lifecycle:
         )
 
     def adapter_encoder(self, name: str, path: str) -> PromptEncoder | None:
-        """Return what encodes prompts for an adapter, or None if the model's chat template is its own too. Reads files.
-        Raises ModelError, InvalidParameter."""
+        """Return the prompt encoder of an adapter, or None if it uses the model's chat template. Reads files. Raises
+        ModelError, InvalidParameter."""
         template = self.files.adapter_template(name, path)
         return None if template is None else self.encoder.with_template(template)
 
     def _check_limits(self, config: EngineConfig) -> None:
-        """Raise InvalidParameter for settings that the executor, given by the caller, does not support."""
+        """Raise InvalidParameter for settings that a given executor does not support."""
         if config.eviction_type == "copy" and not self.limits.num_host_blocks:
             raise InvalidParameter(
                 "eviction_type='copy' needs blocks in host memory, and the executor has none. Give it some, or use "
@@ -168,8 +168,8 @@ class Lifecycle:
     async def _open_grammars(
         self, executor: Executor, tokenizer: Tokenizer, template: ChatTemplate
     ) -> GrammarCompiler | None:
-        """Return the compiler of grammars, or None if this model's answers cannot be constrained. Raises ModelError if
-        the executor has lost the model meanwhile."""
+        """Return the grammar compiler, or None if the model's answers cannot be constrained. Raises ModelError if the
+        executor has lost the model meanwhile."""
         ends = ends_of(tokenizer, template, self.limits)
         if not ends:
             return None
@@ -181,7 +181,7 @@ class Lifecycle:
             except Exception as error:
                 raise ModelError(f"The model was lost while the engine started: {error}") from error
         vocab_size = self.limits.vocab_size
-        # A large vocabulary takes up to a second.
+        # Reading a large vocabulary takes up to a second.
         return await in_thread(lambda: GrammarCompiler(tokenizer, vocab_size, ends))
 
     def running(self) -> EngineLoop:
@@ -233,8 +233,8 @@ class Lifecycle:
 
 
 def _stall_timeout(config: EngineConfig, *, isolated: bool, device: str) -> float:
-    """Return the seconds after which an engine without a completed step is dead; 0 for never. Ranks may wait for each
-    other for ever, and a GPU takes no minutes for a step."""
+    """Return the seconds without a completed step after which an engine is dead; 0 for never. Ranks could wait for each
+    other forever, and no GPU step takes minutes."""
     if config.stall_timeout is not None:
         return config.stall_timeout
     return RANKS_STALL_S if isolated and device != "cpu" else 0.0

@@ -1,4 +1,5 @@
-"""ModelFiles: what an engine needs of a model's folder. What is not given is opened from there, in threads."""
+"""ModelFiles: the parts of an engine that come from the model's folder. Parts that are not given are loaded in
+threads."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ModelFiles:
-    """`find`, then `load`; after that executor, tokenizer and chat template are there."""
+    """Call `find`, then `load`; after that executor, tokenizer and chat template exist."""
 
     model_path: str
     config: EngineConfig
@@ -34,13 +35,13 @@ class ModelFiles:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
-    """How the model is meant to embed, after `load`."""
+    """The checkpoint's settings for embeddings, after `load`."""
     images: ImagePreparation | None = None
-    """Of the model's family, after `load`; None for a model that takes only text."""
+    """The image preparation of the model's family, after `load`; None for a text-only model."""
     _folder: Path | None = None
-    """Where what is missing is to be opened, once it is found."""
+    """The folder to load missing parts from, once it is found."""
     _template_folder: Path | None = None
-    """The same, if the chat template was opened from there."""
+    """The same for the chat template, if it came from the folder."""
 
     def __post_init__(self) -> None:
         self._given_tokenizer = self.tokenizer is not None
@@ -73,7 +74,8 @@ class ModelFiles:
         return self.executor
 
     async def load(self) -> Limits:
-        """Start the executor, and read the tokenizer meanwhile: weights wait for disk and device, not for Python."""
+        """Start the executor, and read the tokenizer meanwhile: loading weights waits for disk and device, not for
+        Python."""
         assert self.executor is not None
         starting = asyncio.get_running_loop().create_task(self.executor.start(), name="asyncllm-load")
         try:
@@ -87,7 +89,7 @@ class ModelFiles:
                 starting.exception()
             raise
         if self._given_tokenizer and self.executor.isolated:
-            # Ranks read the checkpoint's own.
+            # Ranks read the checkpoint's own config.
             return msgspec.structs.replace(limits, takes_grammars=False)
         return limits
 
@@ -102,7 +104,7 @@ class ModelFiles:
         return await in_thread(find)
 
     def adapter_template(self, name: str, path: str) -> ChatTemplate | None:
-        """Return the chat template of a LoRA adapter, or None if it is the model's. Reads files. Raises ModelError,
+        """Return a LoRA adapter's own chat template, or None if it has none. Reads files. Raises ModelError,
         InvalidParameter."""
         tokenizer, _ = self.texts()
         template = ChatTemplate.of_adapter(name, Path(path), self._template_folder, tokenizer, self.template_config)
@@ -111,7 +113,7 @@ class ModelFiles:
         return template
 
     def texts(self) -> tuple[Tokenizer, ChatTemplate]:
-        """Return what turns messages into token ids and back, after `load`."""
+        """Return the tokenizer and the chat template, after `load`."""
         assert self.tokenizer is not None
         assert self.chat_template is not None
         return self.tokenizer, self.chat_template
@@ -125,7 +127,7 @@ class ModelFiles:
         joint, most = 0 if self.images is None else self.images.processor.joint, self.config.prefill_budget
         if joint > most:
             raise InvalidParameter(
-                f"max_prefill_token_num={most} is less than the {joint} tokens of a picture, which see each other and "
+                f"max_prefill_token_num={most} is less than the {joint} tokens of an image, which see each other and "
                 f"are computed in one step. Give it {joint} or more.",
                 "max_prefill_token_num",
             )

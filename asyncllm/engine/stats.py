@@ -1,4 +1,4 @@
-"""EngineStats: a frozen snapshot of what an engine holds and has done."""
+"""EngineStats: a frozen snapshot of an engine's contents and totals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EngineStats", "scheduler_stats"]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds at this moment, and totals since its start."""
+    """The engine's current contents, and totals since its start."""
 
     running: int
     """Sequences with a row in the batch."""
@@ -30,46 +30,46 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     """Blocks with no content."""
     blocks_cached: int
-    """Cached blocks without a reference, which are available too."""
+    """Cached blocks without a reference, which are also available."""
     blocks_held: int
     """Blocks of running sequences, and those that steps in flight may still write."""
     host_blocks_total: int
     host_blocks_free: int
     host_blocks_cached: int
-    """Cached blocks in host memory without a reference, which are available there."""
+    """Cached blocks without a reference in host memory, which are also available there."""
     host_blocks_held: int
     """Blocks of swapped sequences, and those that steps in flight copy to or from."""
     blocks_swapped_out: int
     """Blocks copied to host memory, of preempted sequences and of the prefix cache."""
     blocks_swapped_in: int
-    """Blocks copied back."""
+    """Blocks copied back to the device."""
     adapters_resident: int
-    """LoRA adapters in a slot of the device."""
+    """LoRA adapters in a slot on the device."""
     adapters_in_host_memory: int
-    """LoRA adapters that can come up without being read."""
+    """LoRA adapters that can be uploaded without being read from disk."""
     adapter_reads: int
-    """Adapters that were read from their folders since the start."""
+    """Adapters read from their folders since the start."""
     adapters_running: int
     """LoRA adapters that running sequences use."""
     adapter_uploads: int
     """Copies of adapters to the device."""
     steps: int
     steps_failed: int
-    """Steps that raised, so that their rows ended."""
+    """Steps that raised and ended their rows."""
     prompt_tokens: int
     """Known tokens of admitted sequences."""
     cached_tokens: int
-    """Tokens of these that the prefix cache had."""
+    """How many of these were found in the prefix cache."""
     prefill_tokens: int
-    """Tokens computed in prefill rows, recomputed ones included."""
+    """Tokens computed in prefill rows, including recomputed ones."""
     decode_tokens: int
-    """Tokens computed in decode rows, the few discarded ones included."""
+    """Tokens computed in decode rows, including the few that were discarded."""
     sampled_tokens: int
-    """Tokens of answers."""
+    """Generated tokens."""
     preemptions: int
     swap_fallbacks: int
-    """Preemptions without enough host blocks, after which the sequence is computed again in spite of
-    eviction_type='copy'."""
+    """Preemptions with eviction_type='copy' for which there were too few host blocks, so that the sequence is
+    recomputed."""
     requests_started: int
     requests_finished: int
     requests_cancelled: int
@@ -85,9 +85,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     weight_updates: int
     """Calls of `update_weights` that have replaced weights."""
     seconds_since_progress: float
-    """Seconds of work in which no step has completed; 0 without work, and while the model sleeps."""
+    """Seconds of work without a completed step; 0 without work, and while the model sleeps."""
     step_ms: float
-    """Time of a step on the device in milliseconds, a moving average over about 20 steps."""
+    """Moving average over about 20 steps of the time of a step on the device, in milliseconds."""
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -96,8 +96,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduler_stats(scheduler: Scheduler, arrived: int) -> dict[str, Any]:
-    """Return the fields of EngineStats that the scheduler knows. `arrived`: sequences that it has not been given
-    yet."""
+    """Return the fields of EngineStats that the scheduler knows. `arrived`: sequences not yet passed to it."""
     blocks, host, counts = scheduler.blocks, scheduler.host, scheduler.counts
     return {
         "running": scheduler.num_running,

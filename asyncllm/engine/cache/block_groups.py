@@ -1,8 +1,8 @@
 """Block groups: which blocks a sequence keeps for layers with and without a sliding window.
 
-A sequence has a block table in each group, all for the same positions. A group without a window keeps all blocks. A
-group with a window keeps those that an unread query may still see: its table loses blocks at the front as steps are
-read, and grows chunk by chunk, so that a long prompt never holds more than a window and a chunk.
+A sequence has one block table in each group, all for the same positions. A group without a window keeps all blocks. A
+group with a window keeps the blocks that an unread query may still see: its table loses blocks at the front as steps
+are read and grows chunk by chunk, so a long prompt never holds more than a window and a chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BlockGroups", "BlockTable", "pool_tokens"]
 
 
 class BlockTable:
-    """A sequence's blocks in one group: `blocks[0]` holds the tokens from position `first` * block_size on."""
+    """A sequence's blocks in one group: `blocks[0]` holds the tokens from position `first` * block_size onwards."""
 
     __slots__ = ("blocks", "first")
 
@@ -28,20 +28,20 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Number of the block after the last one, counted from the sequence's first token."""
+        """Number of the block after the last one, counting from the sequence's first token."""
         return self.first + len(self.blocks)
 
     def between(self, first: int, end: int) -> list[int]:
-        """Return the blocks number `first` to `end` - 1. The table has them all."""
+        """Return blocks `first` to `end` - 1. The table has them all."""
         return self.blocks[max(0, first - self.first) : max(0, end - self.first)]
 
 
 class BlockGroups:
-    """The block groups of one model, and the rules that follow from their windows. Has no state. Blocks are numbered
-    from the beginning of a sequence."""
+    """The block groups of one model, and the rules that follow from their windows. Stateless. Blocks are numbered from
+    the beginning of a sequence."""
 
     def __init__(self, limits: Limits, chunk: int) -> None:
-        """`chunk`: the most prompt tokens that a step computes."""
+        """`chunk`: maximum number of prompt tokens in a step."""
         self.count = len(limits.windows)
         self.block_size = limits.block_size
         self._windows = limits.windows
@@ -55,11 +55,11 @@ class BlockGroups:
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def cover(self, group: int, first: int, cached: int, known: int, *, alone: bool) -> int:
-        """Return the end of the block table, in blocks, that a sequence gets at admission.
+        """Return the end, in blocks, of the block table that a sequence gets at admission.
 
-        `known`: its tokens. `cached`: those that are computed. `first`: the table's first block. With a window it gets
-        room for the window and a chunk, which are reused for the rest of the prompt. A sequence that runs `alone` does
-        not have to take blocks before others do, and gets room for the window only.
+        `known`: its number of tokens. `cached`: how many of them are computed. `first`: the table's first block. With a
+        window, the table covers the window and a chunk, whose blocks are reused for the rest of the prompt. A sequence
+        that runs `alone` need not reserve blocks ahead of others, and gets the window only.
         """
         needed = -(-known // self.block_size)
         window = self._windows[group]
@@ -69,7 +69,7 @@ class BlockGroups:
         return min(needed, max(cached // self.block_size + 1, first + most))
 
     def capacity(self, tables: Sequence[BlockTable]) -> int:
-        """Return for how many tokens all block tables have room."""
+        """Return the number of tokens that fit in every block table."""
         return min(table.end for table in tables) * self.block_size
 
     def extend(
@@ -88,7 +88,7 @@ class BlockGroups:
                 yield group, first, blocks
 
     def trim(self, tables: Sequence[BlockTable], num_read: int) -> list[int]:
-        """Remove the blocks that no token from position `num_read` on sees from the tables, and return them."""
+        """Remove from the tables the blocks that no token from position `num_read` on sees, and return them."""
         unreached: list[int] = []
         for group in self.windowed:
             table = tables[group]
@@ -100,18 +100,18 @@ class BlockGroups:
         return unreached
 
     def key(self, group: int, key: bytes) -> bytes:
-        """Return the prefix cache's key of a group's block, from its key in the hash chain."""
+        """Return the prefix-cache key of a group's block, given its key in the hash chain."""
         return key + group.to_bytes(1, "little") if group else key
 
     def keys(self, group: int, chain: Sequence[bytes], num_tokens: int) -> list[bytes]:
-        """Return the keys of a group's blocks in the chain that the token after the first `num_tokens` sees."""
+        """Return the keys of a group's blocks that the token after the chain's first `num_tokens` sees."""
         return [self.key(group, key) for key in chain[self.first_needed(group, num_tokens) :]]
 
     def longest(self, chain: Sequence[bytes], start: int, has: Callable[[bytes], bool]) -> int:
-        """Return the largest number of blocks of the chain, at least `start`, after which a sequence can go on.
+        """Return the largest number of blocks of the chain, at least `start`, after which a sequence can continue.
 
-        `has` tells which keys exist. Groups without a window need all blocks from `start` on, those with a window the
-        blocks that the next token sees.
+        `has` tells which keys exist. Groups without a window need all blocks from `start` on; groups with a window need
+        the blocks that the next token sees.
         """
         end = start
         if self._whole:
@@ -139,12 +139,12 @@ class BlockGroups:
 
 
 def blocks_in_window(window: int, block_size: int) -> int:
-    """Return in how many blocks the positions of one token's window may lie at most."""
+    """Return the maximum number of blocks that one token's window can touch."""
     return -(-(window - 1) // block_size) + 1
 
 
 def pool_tokens(limits: Limits, joint: int = 0) -> int:
-    """Return the most tokens of a sequence for which the pool has enough blocks at any time. `joint`: the most tokens
+    """Return the length of the longest sequence for which the pool always has enough blocks. `joint`: the most tokens
     that have to be computed in one step."""
     num_whole = limits.windows.count(None)
     most = [blocks_in_window(window + joint, limits.block_size) for window in limits.windows if window is not None]

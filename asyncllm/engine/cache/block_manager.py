@@ -1,14 +1,14 @@
-"""BlockManager: which KV blocks are free, and how many sequences refer to each of the others.
+"""BlockManager: which KV blocks are free, and how many sequences refer to each block.
 
 A block is in one of three states:
 
-    free    no sequence refers to it and its content means nothing      (`_free`)
-    idle    no sequence refers to it; the prefix cache knows its content (`PrefixCache`)
-    held    one or more sequences refer to it                           (`_references` > 0)
+        free    no sequence refers to it, and it has no content             (`_free`)
+        idle    no sequence refers to it; the prefix cache knows its content (`PrefixCache`)
+        held    one or more sequences refer to it                           (`_references` > 0)
 
-`allocate` takes free blocks first, then evicts idle ones. `retire` gives blocks back under the *fence rule*: a
-reference ends when the newest step that may write the block has been read, and not before. Aborting, finishing and
-preempting all go this way.
+`allocate` takes free blocks first, then evicts idle ones. `retire` returns blocks under the *fence rule*: a reference
+ends only when the newest step that may write the block has been read. Aborting, finishing and preempting all use this
+path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BlockManager"]
 
 
 class BlockManager:
-    """Reference counts over `num_blocks` blocks, the free list, the fence. Only the scheduler calls it."""
+    """Reference counts of `num_blocks` blocks, the free list and the fence. Only the scheduler calls it."""
 
     def __init__(self, num_blocks: int, prefix_cache: PrefixCache | None) -> None:
         self.num_blocks = num_blocks
@@ -32,9 +32,9 @@ class BlockManager:
         self._fenced: deque[tuple[int, list[int]]] = deque()
         """(newest writing step, blocks), in the order of `retire`."""
         self.num_fenced = 0
-        """References that end when steps in flight have been read."""
+        """References that will end when steps in flight have been read."""
         self.on_evict: Callable[[bytes, int], None] | None = None
-        """Called with the key and the number of an idle block that is evicted, before it is written."""
+        """Called with the key and the number of an idle block that is being evicted, before it is written."""
 
     @property
     def num_free(self) -> int:
@@ -46,7 +46,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give now."""
+        """Number of blocks that `allocate` can return now."""
         return len(self._free) + self.num_idle
 
     @property
@@ -58,7 +58,7 @@ class BlockManager:
         return self._references[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, referenced once each. The caller has checked `num_available`."""
+        """Return `count` blocks with one reference each. The caller has checked `num_available`."""
         while len(self._free) < count:
             assert self.prefix_cache is not None
             key, block = self.prefix_cache.evict()
@@ -89,7 +89,7 @@ class BlockManager:
             self.num_fenced += len(blocks)
 
     def step_read(self, step: int) -> None:
-        """Note that step `step` and all before it have been read: release the blocks that waited for them."""
+        """Note that all steps up to `step` have been read, and release the blocks that waited for them."""
         if not self._fenced:
             return
         waiting: deque[tuple[int, list[int]]] = deque()
@@ -102,7 +102,7 @@ class BlockManager:
         self._fenced = waiting
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache: their content is not what their key says."""
+        """Remove these blocks from the prefix cache: their content does not match their keys."""
         for block in blocks:
             if self.prefix_cache is not None and self.prefix_cache.forget(block):
                 self._free.append(block)
@@ -120,7 +120,7 @@ class BlockManager:
                 self._free.append(block)
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the counts agree with the given block tables of all live sequences."""
+        """Raise AssertionError unless the counts agree with the block tables of all live sequences."""
         expected: Counter[int] = Counter()
         for table in block_tables:
             expected.update(table)

@@ -1,15 +1,15 @@
-"""HostBlocks: blocks in host memory, for preempted sequences and for what the device's prefix cache evicts.
+"""HostBlocks: blocks in host memory, for preempted sequences and for blocks evicted from the device's prefix cache.
 
-Every copy belongs to a step (`SwapPlan`) and runs in the device's order: after all earlier steps, before all that its
-own step writes, and all copies down before all copies up. Two things follow:
+Every copy belongs to a step (`SwapPlan`) and runs in the device's order: after all earlier steps, before everything
+that its own step writes, and all copies to the host before all copies to the device. Two things follow:
 
-    A device block that is copied down may be reused at once, even in the same step: whatever writes it comes later.
-    Steps in flight that write the block came earlier, so the copy has their results.
+    A device block that is being copied out may be reused at once, even in the same step: it is written later. Steps in
+    flight that write the block run earlier, so the copy contains their results.
 
-    A host block may be copied up as soon as the copy to it is planned, as a copy up never overtakes it.
+    A host block may be copied back as soon as the copy to it is planned, because copies never overtake each other.
 
 A host block is fenced like a device block: its last reference ends when the step that copies to or from it has been
-read. Otherwise a copy down, which comes first, could overwrite it in the step that copies it up.
+read. Otherwise a copy to the host, which runs first, could overwrite it in the very step that copies it back.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ __all__ = ["HostBlocks"]
 
 
 class HostBlocks:
-    """Host blocks, the swapped sequences, and the copies of the next step. Called by the scheduler only.
+    """Host blocks, swapped sequences, and the copies of the next step. Called by the scheduler only.
 
-    Blocks are counted as on the device (`BlockManager`). Those of swapped sequences are held, those of the prefix cache
-    idle, so that a swap may evict cached blocks.
+    Blocks are counted as on the device (`BlockManager`). Blocks of swapped sequences are held and those of the prefix
+    cache are idle, so a swap may evict cached blocks.
     """
 
     def __init__(self, limits: Limits, groups: BlockGroups, device: BlockManager, *, swapping: bool) -> None:
-        """`swapping`: whether preempted sequences are copied here. Evicted ones are, given a prefix cache."""
+        """`swapping`: whether preempted sequences are copied here. Blocks evicted from a prefix cache always are."""
         self._block_size = limits.block_size
         self._groups = groups
         self._min_copied_tokens = limits.min_copied_tokens
         self._device = device
         self._swapping = swapping
         self._cache = PrefixCache() if device.prefix_cache is not None else None
-        """Keys of the blocks in host memory, whether or not the device has them too."""
+        """Keys of the blocks in host memory, whether or not they are on the device too."""
         self.blocks = BlockManager(limits.num_host_blocks, self._cache)
         self.plan = SwapPlan()
-        """Copies of the step that is scheduled next."""
+        """Copies of the next step to be scheduled."""
         self.swapped: dict[Sequence, None] = {}
-        """Sequences in state SWAPPED, which are in the waiting queue too."""
+        """Sequences in state SWAPPED. They are also in the waiting queue."""
         self.num_swapped_out = 0
         """Blocks copied to the host since start."""
         self.num_swapped_in = 0
         self.num_fallbacks = 0
-        """Preempted sequences for which there were too few host blocks, and which are computed again."""
+        """Preempted sequences that are recomputed because there were too few host blocks."""
         self._step = 0
         """The step that `plan` belongs to."""
         self._last_read = -1
@@ -69,20 +69,20 @@ class HostBlocks:
         return plan
 
     def step_read(self, step: int) -> None:
-        """Note that step `step` and all before it have been read."""
+        """Note that all steps up to `step` have been read."""
         self._last_read = step
         self.blocks.step_read(step)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Plan to copy a running sequence's blocks to the host, before it leaves its row. Return False if there are too
-        few host blocks, or if a copy is of no use: the sequence has to be computed again then.
+        few host blocks or a copy would be useless; the sequence then has to be recomputed.
 
-        Full blocks that are in host memory already, such as a prompt with several answers, are shared.
+        Full blocks that are already in host memory, such as a prompt with several answers, are shared.
         """
         if not self._swapping or not sequence.num_computed or sequence.remaining <= 0:
             return False
         if sequence.request.output_logits:
-            # The logits of chunks in flight belong to the row that is about to be left.
+            # The logits of chunks in flight belong to the row that the sequence is leaving.
             return False
         count, committed = -(-sequence.num_computed // self._block_size), sequence.hashes[: sequence.committed]
         tables: list[BlockTable] = []
@@ -106,7 +106,8 @@ class HostBlocks:
             kept.blocks += own
         self.plan.swap_out.extend(pairs)
         self.num_swapped_out += len(pairs)
-        # Blocks in the device's prefix cache have been read. Steps in flight that write the others may still fail.
+        # Blocks in the device's prefix cache have been read. Steps in flight that write the other blocks may still
+        # fail.
         _copy_keys(pairs, self._device.prefix_cache, self._cache)
         sequence.host_tables = tables
         sequence.host_step = self._last_copying_step
@@ -114,10 +115,11 @@ class HostBlocks:
         return True
 
     def stored(self, sequence: Sequence, num_found: int, last_block: int) -> list[BlockTable]:
-        """Return the host blocks after a sequence's first `num_found` blocks, by group; all tables end alike.
+        """Return the host blocks that follow a sequence's first `num_found` blocks, by group; all tables have the same
+        end.
 
-        These are its own blocks if it was swapped out, else cached ones up to block `last_block`, if they are worth
-        the copy.
+        These are its own blocks if it was swapped out; otherwise cached ones up to block `last_block`, if they are
+        worth copying.
         """
         if sequence.state is SequenceState.SWAPPED:
             return [
@@ -139,7 +141,7 @@ class HostBlocks:
     def swap_in(self, stored: Items[int], blocks: Items[int]) -> None:
         """Plan to copy host blocks, which the caller has shared, to the first of these device blocks in the next step.
 
-        From that step on, full blocks are in the device's prefix cache.
+        From that step on, the device's prefix cache has the full blocks.
         """
         pairs = list(zip(stored, blocks, strict=False))
         self.plan.swap_in.extend(pairs)
@@ -148,21 +150,21 @@ class HostBlocks:
         self.blocks.retire(list(stored), self._last_copying_step, self._last_read)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the host blocks, if any, of a sequence that is running again or has ended."""
+        """Return the host blocks, if any, of a sequence that is running again or has ended."""
         if sequence.state is SequenceState.SWAPPED:
             del self.swapped[sequence]
             self.blocks.retire(sequence.host_blocks, sequence.host_step, self._last_read)
             sequence.host_tables = []
 
     def copies_lost(self, step: int, plan: SwapPlan) -> list[Sequence]:
-        """Forget the blocks that step `step`, which was lost, was to copy as `plan` says. Return the swapped sequences
-        among whose blocks they are: they have to be computed again."""
+        """Forget the blocks that the lost step `step` was to copy according to `plan`. Return the swapped sequences
+        that own some of them; these have to be recomputed."""
         self._device.forget(block for _, block in plan.swap_in)
         self.blocks.forget(block for _, block in plan.swap_out)
         return [sequence for sequence in self.swapped if sequence.host_step == step]
 
     def forget(self) -> None:
-        """Forget the content of all blocks. Swapped sequences are computed again. No step is in flight."""
+        """Forget the content of all blocks. Swapped sequences are recomputed. No step is in flight."""
         assert not self.plan, "copies are planned"
         for sequence in list(self.swapped):
             self.release(sequence)
@@ -171,11 +173,11 @@ class HostBlocks:
         self.blocks.clear()
 
     def _keep(self, key: bytes, block: int) -> None:
-        """Copy a block that the device's prefix cache evicts to host memory, if there is room."""
+        """Copy a block evicted from the device's prefix cache to host memory, if there is space."""
         assert self._cache is not None
         kept = self._cache.match([key])
         if kept:
-            # Its latest use is now, and not when it was copied.
+            # The block's latest use is now, not when it was copied.
             self.blocks.share(kept)
         elif self.blocks.num_available:
             kept = self.blocks.allocate(1)
@@ -196,7 +198,7 @@ class HostBlocks:
 
 
 def _copy_keys(pairs: Items[tuple[int, int]], source: PrefixCache | None, destination: PrefixCache | None) -> None:
-    """Commit the keys that `source` has of blocks to `destination`, for the blocks that they are copied to."""
+    """Commit the keys that `source` has for the source blocks to `destination`, for the blocks they are copied to."""
     if source is not None and destination is not None:
         for block, copy in pairs:
             key = source.key_of(block)

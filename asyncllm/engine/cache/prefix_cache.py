@@ -1,8 +1,8 @@
-"""PrefixCache: which full block holds the keys and values of which prefix.
+"""PrefixCache: maps prefixes to the full blocks that hold their keys and values.
 
-A block's key is a SHA-256 of its parent's key and its token ids, so that it stands for the whole prefix up to the
-block's end, and matching is a walk along dictionary look-ups. Blocks to which no sequence refers stay *idle* until they
-are evicted: the least recently used first, those that a session has pinned last.
+A block's key is the SHA-256 of its parent's key and its token ids, so it stands for the whole prefix up to the block's
+end, and matching is a series of dictionary look-ups. Blocks to which no sequence refers stay *idle* until they are
+evicted: least recently used first, those pinned by a session last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["PrefixCache", "PrefixRoot", "extend_hashes", "root_hash"]
 
 
 class PrefixRoot(NamedTuple):
-    """The root of a hash chain: all that keys and values depend on besides tokens, and the salt that keeps requests of
-    different tenants apart."""
+    """The root of a hash chain: everything besides tokens that keys and values depend on, and the salt that keeps the
+    requests of different tenants apart."""
 
     cache_salt: str | None = None
     rope_len: int | None = None
@@ -34,7 +34,7 @@ class PrefixRoot(NamedTuple):
 
 
 def root_hash(*parts: bytes) -> bytes:
-    """Return the hash of these parts in order."""
+    """Return the hash of these parts, in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -49,10 +49,10 @@ def extend_hashes(
     block_size: int,
     images: Sequence[PromptImage] = (),
 ) -> None:
-    """Append the keys of the full blocks of `token_ids` to `hashes`, which has the first of them.
+    """Append the keys of the full blocks of `token_ids` to `hashes`, which holds the first of them.
 
-    All images have the same token ids, so the key of a block that an image reaches into includes the image's digest
-    and place.
+    All images have the same token ids, so the key of a block that an image reaches into includes the image's digest and
+    position.
     """
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
@@ -65,7 +65,7 @@ def extend_hashes(
 
 
 class PrefixCache:
-    """Maps keys to blocks and back, and keeps the idle blocks in least-recently-used order."""
+    """Maps keys to blocks and back, and keeps idle blocks in least-recently-used order."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -73,7 +73,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._idle_pinned: OrderedDict[int, None] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
-        """Key -> number of sessions that have pinned it. Pinned blocks are evicted last, but they are evicted."""
+        """Key -> number of sessions that have pinned it. Pinned blocks are evicted last, but not exempt from
+        eviction."""
 
     @property
     def num_idle(self) -> int:
@@ -85,7 +86,7 @@ class PrefixCache:
         return len(self._key_of)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of these keys, up to the first key without one."""
+        """Return the blocks of these keys, up to the first key that has none."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -95,7 +96,7 @@ class PrefixCache:
         return blocks
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a block of this key."""
+        """Return whether a block has this key."""
         return key in self._block_of
 
     def key_of(self, block: int) -> bytes | None:
@@ -103,14 +104,14 @@ class PrefixCache:
         return self._key_of.get(block)
 
     def commit(self, key: bytes, block: int) -> None:
-        """Note that `block` holds what `key` stands for, once the step that wrote it has been read. A key keeps its
+        """Record that `block` holds the prefix of `key`, once the step that wrote it has been read. A key keeps its
         first block."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def retain(self, block: int) -> bool:
-        """Make a block without references idle if it has a key. Return whether it has."""
+        """Make an unreferenced block idle if it has a key. Return whether it has one."""
         key = self._key_of.get(block)
         if key is None:
             return False
@@ -128,14 +129,14 @@ class PrefixCache:
             del self._idle_pinned[block]
 
     def evict(self) -> tuple[bytes, int]:
-        """Forget the least recently used idle block. Return its key and the block."""
+        """Evict the least recently used idle block. Return its key and the block."""
         block, _ = (self._idle or self._idle_pinned).popitem(last=False)
         key = self._key_of.pop(block)
         del self._block_of[key]
         return key, block
 
     def forget(self, block: int) -> bool:
-        """Forget the block's key. Return whether the block was idle, and so is free now."""
+        """Forget the block's key. Return whether the block was idle and is now free."""
         key = self._key_of.pop(block, None)
         if key is None:
             return False

@@ -1,4 +1,5 @@
-"""PrefixSharing: finds written blocks for the beginning of a sequence, and offers its blocks to others."""
+"""PrefixSharing: finds cached blocks for the beginning of a sequence, and offers the sequence's own blocks to
+others."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ __all__ = ["Found", "PrefixSharing"]
 
 
 class Found(NamedTuple):
-    """Written blocks for the beginning of a sequence."""
+    """Blocks that already hold the beginning of a sequence."""
 
     end: int
-    """Number of blocks found, at which the tables end."""
+    """Number of blocks found; all tables end there."""
     tables: Items[BlockTable]
     """By group, at least the blocks that the next token sees. Read only: they may belong to a sibling."""
     sources: list[int] | None = None
-    """By group, the block to copy the next block from. It holds all known tokens but the last."""
+    """By group, the block to copy the next block from. It holds all known tokens except the last."""
 
 
 class PrefixSharing:
@@ -34,10 +35,11 @@ class PrefixSharing:
         self._groups = groups
         self._block_size = limits.block_size
         self._keeps_state = limits.keeps_state
-        """Whether the state in a sibling's last block changes with the sibling's own tokens, so that it is not
+        """Whether the state in a sibling's last block changes with the sibling's own tokens, so that it cannot be
         shared."""
         self._dynamic_rope_from = limits.dynamic_rope_from
-        """The rotary base of longer prompts depends on their length, so that their keys differ from others'."""
+        """The rotary base of longer prompts depends on their length, so their keys differ from those of other
+        prompts."""
 
     def hash_prompt(self, request: Request) -> None:
         """Hash the full blocks of the prompt, once for all sequences of the request."""
@@ -46,14 +48,14 @@ class PrefixSharing:
             extend_hashes(request.block_hashes, self._root(request).key(), request.prompt_ids, self._block_size, images)
 
     def find(self, sequence: Sequence) -> Found:
-        """Return the written blocks for the beginning of a sequence's known tokens.
+        """Return the blocks that already hold the beginning of a sequence's known tokens.
 
-        The last known token is never among them, as its logits have to be computed.
+        The last known token is never among them, because its logits have to be computed.
         """
         last_block, offset = divmod(len(sequence.token_ids) - 1, self._block_size)
         if sequence.index > 0 and sequence.num_generated == 0:
             for sibling in sequence.request.sequences:
-                # Copies come before the writes of their step, so its prompt must be complete: in DECODE it is.
+                # Copies run before the writes of their step, so the sibling's prompt must be complete: in DECODE it is.
                 if sibling.state is SequenceState.DECODE:
                     found = self._of_sibling(sibling, last_block, offset)
                     if found is not None:
@@ -69,8 +71,8 @@ class PrefixSharing:
         return Found(end, tables)
 
     def _of_sibling(self, sibling: Sequence, last_block: int, offset: int) -> Found | None:
-        """Return a sibling's full blocks of the prompt, and the partial one to copy unless it holds a state. None if
-        the sibling no longer has all that is needed."""
+        """Return a sibling's full blocks of the prompt, and its partial block to copy unless that holds a state. None
+        if the sibling no longer has everything that is needed."""
         copies = offset > 0 and not self._keeps_state
         position = last_block * self._block_size + (offset if copies else 0)
         tables = sibling.tables
@@ -105,7 +107,7 @@ class PrefixSharing:
         """Return the keys of the full blocks that a longer prompt with this beginning can find in the cache. `root`:
         the root of its hash chain, without the part that depends on the length."""
         chain: list[bytes] = []
-        # Beyond the original context a longer prompt has another rotary base, and shares nothing.
+        # Beyond the original context, a longer prompt has a different rotary base and shares nothing.
         if self._cache is not None and not self._has_own_base(len(token_ids) + 1):
             extend_hashes(chain, root.key(), token_ids, self._block_size, images)
         end = len(chain) * self._block_size

@@ -1,9 +1,9 @@
-"""Control: commands to the model as a whole between two steps, such as new weights, sleep and wake.
+"""Control: commands to the whole model between two steps, such as weight updates, sleep and wake.
 
     asked ──> no step is launched ──> steps in flight are read ──> the executor carries it out ──> steps go on
 
-While the model sleeps, no step is launched until everything is awake again. Requests wait meanwhile. They may arrive,
-be aborted and reach their deadlines as always.
+While the model sleeps, no step is launched until everything is awake again. Meanwhile requests still arrive, are
+aborted and reach their deadlines.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Control:
     """Carries out commands one at a time, in the order of the calls. Written by the engine's turns, except `_asked`."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, wake: Callable[[], None], watchdog: Watchdog) -> None:
-        """`wake` schedules a turn of the engine. `watchdog`: watches what is being carried out."""
+        """`wake` schedules a turn of the engine. `watchdog` watches the command under way."""
         self._watchdog = watchdog
         self._executor = executor
         self._scheduler = scheduler
         self._wake = wake
         self._event_loop = asyncio.get_running_loop()
         self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
-        """Inbox of `ask`: commands and their callers' futures. Cancelling a future withdraws a command that has not
+        """Commands from `ask`, with their callers' futures. Cancelling a future withdraws a command that has not
         begun."""
         self._carried_out: asyncio.Future[None] | None = None
-        """Done when the executor has carried out the first of `_asked`; None before it has begun."""
+        """Done when the executor has carried out the first command of `_asked`; None before it has begun."""
         self.asleep: frozenset[ResidentPart] = frozenset()
         """Parts of the model that are not on the device."""
         self.sleep_level = 0
@@ -86,7 +86,7 @@ class Control:
             self._finish(*self._asked.popleft(), error)
 
     def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
-        """End a command, and tell its caller, if it still waits, how that went."""
+        """End a command, and give its caller, if one still waits, the outcome."""
         if error is None:
             self._take_in(command)
             if not done.done():
@@ -99,12 +99,12 @@ class Control:
             raise error
 
     def _take_in(self, command: Command) -> None:
-        """Change the engine's own state as the model's has changed."""
+        """Update the engine's own state to match the model's."""
         match command:
             case UpdateWeights():
                 self.num_updates += 1
                 if self.sleep_level == 2:
-                    # The weights that level 2 dropped are on the device now.
+                    # The weights that sleep level 2 dropped are back on the device.
                     self._awaken(frozenset({"weights"}))
                 self._scheduler.forget()
             case Sleep(level):
@@ -121,12 +121,12 @@ class Control:
 
     @property
     def under_way(self) -> str:
-        """What is being carried out."""
+        """The command being carried out."""
         return "none" if self._carried_out is None else type(self._asked[0][0]).__name__
 
     async def end(self, error: AsyncLLMError, *, wait: bool) -> None:
-        """Refuse the commands that wait with `error`, and if `wait`, let the one that is being carried out come to its
-        end, unless that takes too long. The engine has ended."""
+        """Refuse the waiting commands with `error`. If `wait`, let the command under way finish, unless that takes too
+        long. The engine has ended."""
         carried_out, self._carried_out = self._carried_out, None
         self._watchdog.rest()
         if carried_out is not None and wait:

@@ -1,4 +1,4 @@
-"""EngineLoop takes turns, in which it schedules steps, reads them, and delivers their tokens.
+"""EngineLoop runs the engine in turns: each turn schedules steps, reads them, and delivers their tokens.
 
     new request ──> Inbox ─────────┐
     reader left ──> Inbox ─────────┤
@@ -49,7 +49,7 @@ __all__ = ["Death", "EngineLoop"]
 logger = logging.getLogger("asyncllm")
 
 COMMAND_PATIENCE = 10
-"""A command may take so many times as long as a step: one that wakes the model reads its checkpoint."""
+"""A command may take this many times as long as a step: waking the model reads its checkpoint again."""
 
 
 class Death(NamedTuple):
@@ -57,12 +57,12 @@ class Death(NamedTuple):
 
     cause: BaseException
     lost_device: bool
-    """Whether this process can use the device no more, so that a new engine would not help."""
+    """Whether this process can no longer use the device, so that a new engine would not help."""
 
 
 class EngineLoop:
-    """States: running, then closed or dead. Its turns write its state and that of its parts; calls from outside leave a
-    message in the inbox, or a command with `Control`."""
+    """States: running, then closed or dead. Only its turns write its state and that of its parts. Calls from outside
+    leave a message in the inbox, or a command with `Control`."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class EngineLoop:
         self._process = Process()
         self._state = "running"
         self._cause: BaseException | None = None
-        """What the loop died of."""
+        """The error that killed the loop."""
         self._lost_device = False
         self._fatal: Exception | None = None
-        """The error that the loop is to die of. Written by the callbacks of watchdog and executor."""
+        """An error that has to kill the loop. Written by the callbacks of watchdog and executor."""
         self._ended: asyncio.Future[None] = self._event_loop.create_future()
-        """Done when no turn will follow."""
+        """Done when no further turn will run."""
 
         self.scheduler = scheduler
         self.adapters = adapters if adapters is not None else AdapterTable(0, {})
@@ -172,7 +172,8 @@ class EngineLoop:
         self._turns.wake()
 
     async def change(self, command: Command) -> None:
-        """Have the executor carry out a command while no step is in flight. Raises EngineError and its errors.
+        """Have the executor carry out a command while no step is in flight. Raises EngineError, and the command's own
+        errors.
 
         A cancellation withdraws a command that has not begun; one that has begun is carried out.
         """
@@ -181,10 +182,10 @@ class EngineLoop:
 
     @asynccontextmanager
     async def bringing_adapter(self, request: Request) -> AsyncGenerator[None, None]:
-        """Keep a request's adapter in host memory until the block ends, in which the request is opened.
+        """Keep a request's adapter in host memory during the block, which opens the request.
 
-        Raises DeadlineExceeded, EngineError, ModelError if the adapter can be read no more, and InvalidParameter if it
-        was unloaded. One that was replaced meanwhile gives its place to the new one.
+        Raises DeadlineExceeded, EngineError, ModelError if the adapter can no longer be read, and InvalidParameter if
+        it has been unloaded. If the adapter is replaced meanwhile, the request uses the new one.
         """
         if request.adapter is None:
             yield
@@ -198,19 +199,20 @@ class EngineLoop:
                     return
 
     def drop(self, adapter: Adapter) -> None:
-        """Free what an unloaded adapter has, unless an open request uses it. The end of the last one does this then."""
+        """Free the memory of an unloaded adapter, unless an open request uses it; the end of the last such request
+        calls this again."""
         if self._state == "running":
             if adapter.retired and not adapter.num_requests:
                 self.scheduler.adapters.forget(adapter.number)
             self.host_adapters.released(adapter)
 
     def abandon(self, request: Request) -> None:
-        """End a request at the next turn: its reader has left."""
+        """End a request whose reader has left, at the next turn."""
         self._inbox.abandoned.append(request)
         self._turns.wake()
 
     def abandon_threadsafe(self, request: Request) -> None:
-        """Do as `abandon`, from a finalizer, which may run anywhere."""
+        """Like `abandon`, but callable from a finalizer, which may run in any thread."""
         with contextlib.suppress(RuntimeError):
             # Raised by a closed event loop, in which no request is open.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
@@ -241,14 +243,14 @@ class EngineLoop:
         self._turns.wake()
 
     def _turn(self) -> None:
-        """Do all work at hand. An error in it is what the engine dies of."""
+        """Do all pending work. An error in it kills the engine."""
         if self._state != "running":
             return
         try:
             self._advance()
         except BaseException as error:
             logger.exception("The engine loop died.")
-            # Through its traceback the error would keep the variables of the functions that it passed alive.
+            # The traceback would keep the local variables of every function on it alive.
             traceback.clear_frames(error.__traceback__)
             self._state, self._cause = "dead", error
             from_device = error is self._fatal or error is self._steps.fatal
@@ -273,7 +275,7 @@ class EngineLoop:
             if self._open.deliver(advanced):
                 turns.readers_woken()
             if self.scheduler.num_waiting and steps.has_room:
-                # An answer that ended at a stop word may have made room.
+                # An answer that ended at a stop word may have freed blocks or a slot.
                 turns.wake()
         if steps.oldest_is_done and not turns.readers_first:
             turns.wake()
@@ -293,12 +295,12 @@ class EngineLoop:
             self._open.expire(inbox.overdue.popleft())
 
     def _stop_turns(self) -> None:
-        """Take no more turns, and let the task end the open requests."""
+        """Run no more turns, and let the task end the open requests."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     async def _run(self) -> None:
-        """Wait for the end, then end what is open: the engine's task."""
+        """Wait for the engine's end, then end the open requests: the engine's task."""
         try:
             await self._ended
         except asyncio.CancelledError:
@@ -321,7 +323,7 @@ class EngineLoop:
         return EngineClosed(f"The engine was closed while this {what} was running.")
 
     def stats(self, num_sessions: int) -> EngineStats:
-        """Return a snapshot of what the engine holds and has done."""
+        """Return a snapshot of the engine's counters and contents."""
         arrived, opened = self._inbox.arrived, self._open
         queued_requests, queued_tokens = self._inbox.num_queued(hold=self._control.hold)
         return EngineStats(
@@ -345,9 +347,9 @@ class EngineLoop:
         )
 
     def check_idle(self) -> None:
-        """Raise AssertionError if a request is open, or if a row or block is held. For tests.
+        """Raise AssertionError if a request is open, or a row or block is held. For tests.
 
-        Steps that were launched before the last answer was known to have ended may still run. They hold the blocks
-        that they may write until they have been read; `stats()` counts these.
+        Steps that were launched before the last answer ended may still be running. They hold the blocks that they may
+        write until they have been read; `stats()` counts these blocks.
         """
         check_idle(self.scheduler, len(self._open), num_in_flight=len(self._steps))

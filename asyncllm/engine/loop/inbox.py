@@ -1,4 +1,4 @@
-"""Inbox: what callers, readers and timers leave for the engine's next turn."""
+"""Inbox: messages from callers, readers and timers to the engine's next turn."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncllm.event_loop.request_gate import RequestGate
 __all__ = ["MOST_PUT_OFF", "Inbox"]
 
 MOST_PUT_OFF = 8
-"""Iterations of the event loop that an idle engine waits for the rest of a burst; each lets in 16 prompts."""
+"""How many event-loop iterations an idle engine waits for the rest of a burst; each iteration admits 16 prompts."""
 
 
 class Inbox:
-    """Requests by what has happened to them since the last turn, which empties the inbox."""
+    """Requests that have arrived, been abandoned or expired since the last turn. Each turn empties the inbox."""
 
     def __init__(self, scheduler: Scheduler, bounds: Backpressure, gate: RequestGate) -> None:
         """`gate`: the RequestGate that prompts pass on their way here."""
@@ -27,13 +27,13 @@ class Inbox:
         self.arrived: deque[Request] = deque()
         """New requests. Written by `EngineLoop.open`."""
         self.arrived_tokens = 0
-        """Prompt tokens of these."""
+        """Prompt tokens of the new requests."""
         self.abandoned: deque[Request] = deque()
         """Requests whose reader has left. Written by `EngineLoop.abandon`."""
         self.overdue: deque[Request] = deque()
         """Requests whose deadline has passed. Written by the timers."""
         self._put_off = 0
-        """How many times in a row a turn was put off."""
+        """How many times in a row a turn has been put off."""
 
     @property
     def num_refused(self) -> int:
@@ -52,8 +52,8 @@ class Inbox:
             messages.clear()
 
     def num_queued(self, *, hold: bool) -> tuple[int, int]:
-        """Return how many requests wait for a row, and their tokens, without those that the next turn can admit.
-        `hold`: it can admit none."""
+        """Return the number of requests that wait for a row, and of their tokens, not counting those that the next turn
+        can admit. `hold`: it can admit none."""
         waiting = self._scheduler.waiting
         served = 0 if waiting or hold else min(self._scheduler.num_free_rows, len(self.arrived))
         served_tokens = sum(len(request.prompt_ids) for request in islice(self.arrived, served))
@@ -61,14 +61,14 @@ class Inbox:
         return requests, waiting.num_tokens + self.arrived_tokens - served_tokens
 
     def check_place(self, request: Request, now: float, *, hold: bool) -> None:
-        """Raise QueueFull if the queue has no place for a new request. `hold`: see `num_queued`."""
+        """Raise QueueFull if the queue is full for a new request. `hold`: see `num_queued`."""
         if self._bounds.bounded and not self._has_own_place(request):
             requests, tokens = self.num_queued(hold=hold)
             self._bounds.check(requests, tokens, len(request.prompt_ids), now)
 
     def _has_own_place(self, request: Request) -> bool:
-        """Return whether the waiting requests of its user fill less than the user's quota of the queue. So a user with
-        many requests can fill the rest of the queue, but not the share of other users."""
+        """Return whether the user's waiting requests fill less than the user's share of the queue. A user with many
+        requests can thus fill the remainder, but not the share of other users."""
         user = request.policy.user
         if user is None:
             return False
@@ -77,8 +77,8 @@ class Inbox:
         return self._bounds.has_place(user.quota / 100, requests, tokens, len(request.prompt_ids))
 
     def waits_for_burst(self, *, idle: bool) -> bool:
-        """Return whether an idle engine puts its turn off for prompts that are at the gate, and count that. A prompt
-        that misses the first step of a burst would wait for the whole of it, and end a step later."""
+        """Return whether an idle engine should put off its turn for prompts that are at the gate, and count the delay.
+        A prompt that misses the first step of a burst would wait for that whole step."""
         waits = idle and self.gate.in_use and self._put_off < MOST_PUT_OFF
         waits = waits and 0 < len(self.arrived) < self._scheduler.num_free_rows
         self._put_off = self._put_off + 1 if waits else 0

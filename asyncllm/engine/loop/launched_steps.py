@@ -33,34 +33,35 @@ class LaunchedSteps:
         self._watchdog = watchdog
         self._futures: deque[asyncio.Future[StepOutput]] = deque()
         self._fenced: deque[tuple[asyncio.Future[StepOutput], Callable[[], None]]] = deque()
-        """What to call once a step has been read, and those before it."""
+        """Calls to make once a step, and all steps before it, have been read."""
         self._settling = False
-        """Whether a step has failed, and steps launched after it are unread. Until they are read, none is launched."""
+        """Whether a step has failed and steps launched after it are unread. No step is launched until they are read."""
         self.fatal: BaseException | None = None
-        """The error of a step that the device may not have survived."""
+        """An error of a step after which the device may be unusable."""
         self.step_ms = 0.0
-        """Time of a step on the device, a moving average."""
+        """Moving average of the time of a step on the device, in milliseconds."""
 
     def __len__(self) -> int:
         return len(self._futures)
 
     @property
     def oldest_is_done(self) -> bool:
-        """Whether there is a step to read."""
+        """Whether a step is ready to be read."""
         return bool(self._futures) and self._futures[0].done()
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer steps are in flight than could be."""
+        """Whether another step can be launched."""
         return len(self._futures) < self._depth()
 
     def _depth(self) -> int:
-        """Return how many steps to have in flight: few while a sequence waits, so that it is admitted soon."""
+        """Return how many steps to keep in flight: few while a sequence waits, so that it is admitted soon."""
         most = self._scheduler.max_steps_in_flight
         return min(PIPELINE_DEPTH, most) if self._scheduler.num_waiting else most
 
     def launch(self) -> None:
-        """Keep the pipeline full. After a failed step it runs empty first, as the steps in it build on that one."""
+        """Keep the pipeline full. After a failed step, drain it first, because the steps in it build on the failed
+        one."""
         if self._settling and self._futures:
             return
         self._settling = False
@@ -80,7 +81,7 @@ class LaunchedSteps:
         future = self._futures.popleft()
         if future.cancelled():
             raise RuntimeError("the executor cancelled a step")
-        # Raising a survivable error here would tie it to this frame, and to all that ends with the step.
+        # Raising a survivable error here would attach this frame to it, and keep alive all that ends with the step.
         match future.exception():
             case None:
                 output = future.result()
@@ -121,7 +122,7 @@ class LaunchedSteps:
             self._fenced.popleft()[1]()
 
     async def end(self, *, wait: bool) -> None:
-        """Forget the steps in flight, once they are done if `wait`, which takes no longer than a stall. The engine has
+        """Forget the steps in flight, and if `wait`, wait until they are done, no longer than a stall. The engine has
         ended."""
         self._fenced.clear()
         for future in self._futures:

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests that have not ended, what they are sent, and their end."""
+"""OpenRequests: the requests that have not ended, the delivery of their chunks, and their end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class OpenRequests:
         on_deadline: Callable[[Request], None],
         on_adapter_unused: Callable[[Adapter], None],
     ) -> None:
-        """`observers` are called with the record of each request that ends, `on_deadline` when a request's time is
-        over, `on_adapter_unused` when a request of an adapter has ended."""
+        """`observers` are called with the record of each request that ends, `on_deadline` when a request's deadline
+        passes, `on_adapter_unused` when a request with an adapter has ended."""
         self._event_loop = asyncio.get_running_loop()
         self._scheduler = scheduler
         self._bounds = bounds
@@ -54,7 +54,7 @@ class OpenRequests:
         return list(self._timers)
 
     def check_deadline(self, request: Request) -> None:
-        """Raise DeadlineExceeded if the time of a new request is over, which counts as started and expired."""
+        """Raise DeadlineExceeded if a new request has already expired, and count it as started and expired."""
         deadline = request.policy.deadline
         if deadline is not None and deadline <= self._event_loop.time():
             self.num_started += 1
@@ -84,13 +84,13 @@ class OpenRequests:
             self._end(request, request.deadline_exceeded())
 
     def end_all(self, error_of: Callable[[], AsyncLLMError]) -> None:
-        """End all requests, each with an error of its own. The engine has ended."""
+        """End all requests, each with its own error. The engine has ended."""
         for request in self.all():
             self.num_failed += 1
             self._end(request, error_of())
 
     def deliver(self, advanced: list[Sequence]) -> bool:
-        """Turn the tokens of a step into text and hand them over. Return whether that has woken readers."""
+        """Turn the tokens of a step into text and deliver them. Return whether readers were woken."""
         woken = False
         for sequence in advanced:
             answer, delivery = sequence.answer, sequence.request.delivery
@@ -100,14 +100,14 @@ class OpenRequests:
             if sequence.finish_reason is None and not delivery.streaming and not answer.watches_text:
                 continue
             woken |= self._send(sequence)
-        # After all chunks, as several answers to one prompt may end in the same step.
+        # After all chunks, because several answers to one prompt may end in the same step.
         for sequence in advanced:
             if sequence.finish_reason is not None and sequence.request in self._timers:
                 self._sequence_ended(sequence)
         return woken
 
     def _send(self, sequence: Sequence) -> bool:
-        """Turn a sequence's new tokens into text, and deliver them as a chunk. A failure ends this request alone.
+        """Turn a sequence's new tokens into text, and deliver them as a chunk. A failure ends only this request.
 
         Return whether its reader was woken.
         """
@@ -151,7 +151,7 @@ class OpenRequests:
         self._end(request, error)
 
     def _cut_short(self, request: Request, reason: FinishReason) -> bool:
-        """End the sequences of an open request and send what they have. Return whether it is still open."""
+        """End the sequences of an open request and send the text so far. Return whether the request is still open."""
         if request not in self._timers:
             return False
         unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
@@ -161,7 +161,7 @@ class OpenRequests:
         return request in self._timers
 
     def _end(self, request: Request, error: AsyncLLMError | None = None) -> None:
-        """End an open request: tell its reader and the observers."""
+        """End an open request, and tell its reader and the observers."""
         timer = self._timers.pop(request)
         if timer is not None:
             timer.cancel()
@@ -185,7 +185,7 @@ class OpenRequests:
 
 
 def _unsent(sequence: Sequence) -> Chunk:
-    """Return what no chunk has carried yet of an answer, which has been read up to its newest token."""
+    """Return the part of an answer, which has been read up to its newest token, that no chunk has carried yet."""
     request, answer, last = sequence.request, sequence.answer, sequence.finish_reason is not None
     num_generated = len(sequence.token_ids) - sequence.num_prompt
     chunk = Chunk(

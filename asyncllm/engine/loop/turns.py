@@ -1,6 +1,6 @@
-"""Turns: when the engine takes a turn.
+"""Turns decides when the engine takes a turn.
 
-The executor's callback makes one as soon as a step is done. Every other event schedules one for the event loop's next
+The executor's callback takes one as soon as a step is done. Every other event schedules one for the event loop's next
 iteration.
 """
 
@@ -22,7 +22,7 @@ class Turns:
     def __init__(self, inbox: Inbox, steps: LaunchedSteps, turn: Callable[[], None]) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        """Context of all turns, so that none runs in the context of the request that caused it."""
+        """Context of all turns, so that a turn does not run in the context of the request that caused it."""
         self._inbox = inbox
         self._steps = steps
         self._turn = turn
@@ -30,7 +30,7 @@ class Turns:
         """Whether a turn is scheduled for the event loop's next iteration."""
         self._in_turn = False
         self.readers_first = False
-        """Whether readers have been woken, which run before another step is read."""
+        """Whether readers have been woken, and have to run before another step is read."""
 
     def wake(self) -> None:
         """Schedule a turn for the event loop's next iteration."""
@@ -39,7 +39,7 @@ class Turns:
             self._event_loop.call_soon(self._take_scheduled, context=self._context)
 
     def step_done(self) -> None:
-        """Take a turn at once, as a step is done. A turn in progress sees the step at its own end."""
+        """Take a turn at once, because a step is done. A turn in progress sees the step before it ends."""
         if not self._in_turn:
             self._take()
 

@@ -8,31 +8,31 @@ __all__ = ["Adapter", "AdapterSlots"]
 
 
 class Adapter:
-    """A loaded adapter. Loading a name again makes another Adapter."""
+    """A loaded adapter. Loading the same name again makes another Adapter."""
 
     def __init__(self, number: int, name: str, path: str) -> None:
         self.number = number
-        """Its identity for the agent and the prefix cache. No two adapters of an engine have the same."""
+        """Its identity for the agent and the prefix cache; unique within an engine."""
         self.name = name
         self.path = path
         self.num_requests = 0
         """Open requests that use it. Written by the engine loop."""
         self.num_waiting = 0
-        """Requests that wait for it before they are open. Written by `HostAdapters`."""
+        """Requests that wait for the adapter before they are opened. Written by `HostAdapters`."""
         self.digest = ""
-        """Of its files when they were first read; empty before. Written by `HostAdapters`."""
+        """Digest of its files when they were first read; empty before. Written by `HostAdapters`."""
         self.retired = False
-        """Whether it was unloaded, and is freed with its last request."""
+        """Whether the adapter was unloaded; it is freed with its last request."""
 
     @property
     def in_use(self) -> bool:
-        """Whether a request needs it in host memory."""
+        """Whether a request needs the adapter in host memory."""
         return self.num_requests + self.num_waiting > 0
 
 
 class AdapterSlots:
-    """An adapter keeps its slot while running sequences use it. After that it is evicted when another adapter needs the
-    slot, the least recently used one first. Written by the scheduler.
+    """An adapter keeps its slot while running sequences use it. Afterwards it is evicted when another adapter needs the
+    slot, least recently used first. Written by the scheduler.
 
     Steps run in the order in which they are scheduled, so a slot can be reused at once: steps in flight read it before
     the step that overwrites it.
@@ -41,13 +41,13 @@ class AdapterSlots:
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
-        """Number of an adapter -> its slot."""
+        """Adapter number -> its slot."""
         self._running: Counter[int] = Counter()
-        """Number of an adapter -> running sequences that use it."""
+        """Adapter number -> number of running sequences that use it."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Numbers of the adapters with a slot and without sequences, the least recently used first."""
+        """Numbers of the adapters that have a slot but no running sequence, least recently used first."""
         self.num_taken = 0
-        """Times that an adapter was brought to a slot."""
+        """How many times an adapter was loaded into a slot."""
 
     @property
     def num_running(self) -> int:
@@ -60,11 +60,11 @@ class AdapterSlots:
         return dict(self._slot_of)
 
     def has_room(self, adapter: Adapter) -> bool:
-        """Return whether the adapter has a slot, or can get one."""
+        """Return whether the adapter has a slot or can get one."""
         return adapter.number in self._slot_of or bool(self._free or self._idle)
 
     def take(self, adapter: Adapter) -> int:
-        """Count one more running sequence, and return the slot of its adapter. The caller has checked `has_room`."""
+        """Return the slot of an adapter for one more running sequence. The caller has checked `has_room`."""
         number = adapter.number
         if number not in self._slot_of:
             self._slot_of[number] = self._free.pop() if self._free else self._evict()
@@ -74,7 +74,7 @@ class AdapterSlots:
         return self._slot_of[number]
 
     def give_back(self, adapter: Adapter) -> None:
-        """Count one running sequence fewer."""
+        """Count one running sequence less."""
         self._running[adapter.number] -= 1
         if not self._running[adapter.number]:
             del self._running[adapter.number]

@@ -1,4 +1,4 @@
-"""Admission gives waiting sequences a slot and blocks; `AdmissionPlan` says which blocks, and what they contain."""
+"""Admission gives waiting sequences a slot and blocks; an `AdmissionPlan` names the blocks and their contents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncllm.protocol import Batch
 __all__ = ["Admission", "AdmissionPlan", "Slots"]
 
 _MOST_LOOKED_AT = 64
-"""Waiting sequences that may pass the first one."""
+"""How many waiting sequences are considered to pass the first one."""
 
 
 class Slots:
-    """Rows of the device's tables. A slot that steps in flight use comes back when they have been read. Written by the
+    """Rows of the device's tables. A slot that steps in flight use is free once they have been read. Written by the
     scheduler."""
 
     def __init__(self, num_slots: int) -> None:
@@ -37,15 +37,15 @@ class Slots:
 
     @property
     def num_available(self) -> int:
-        """Number of slots that are free, or will be when the steps in flight have been read."""
+        """Number of slots that are free, or will be once the steps in flight have been read."""
         return len(self._free) + len(self._fenced)
 
     def take(self) -> int:
-        """Return a free slot. There is one."""
+        """Return a free slot. The caller has checked that there is one."""
         return self._free.pop()
 
     def retire(self, slot: int, last_step: int, last_read: int) -> None:
-        """Free a slot that no step after `last_step` uses, once `last_read` has come that far."""
+        """Free a slot that no step after `last_step` uses, once that step has been read (`last_read`)."""
         if last_step <= last_read:
             self._free.append(slot)
         else:
@@ -64,19 +64,19 @@ class Slots:
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """In each group, a block table begins with shared blocks. The sequence's own blocks follow, the first of which are
-    copied from host memory or from a sibling. No block is taken before `take`."""
+    """The block tables of a sequence at admission. In each group, shared blocks come first; the sequence's own blocks
+    follow, the first of which are copied from host memory or a sibling. No block is taken before `take`."""
 
     cached: int
-    """Tokens that are computed already."""
+    """Number of tokens that are already computed."""
     num_found: int
-    """Leading blocks of the sequence that are on the device."""
+    """Number of leading blocks that are already on the device."""
     shared: list[BlockTable]
-    """By group, the found blocks that the sequence still needs."""
+    """By group, the blocks found that the sequence still needs."""
     stored: list[list[int]]
-    """By group, the blocks in host memory to copy."""
+    """By group, the blocks to copy from host memory."""
     sources: list[int] | None
-    """By group, a sibling's block to copy."""
+    """By group, the sibling's block to copy."""
     num_own: list[int]
     """By group, the number of blocks to allocate."""
 
@@ -84,7 +84,7 @@ class AdmissionPlan:
     def of(
         sequence: Sequence, groups: BlockGroups, sharing: PrefixSharing, host: HostBlocks, *, alone: bool
     ) -> AdmissionPlan:
-        """Return the plan for a waiting sequence. `alone`: no other one runs."""
+        """Return the plan for a waiting sequence. `alone`: no other sequence is running."""
         known, size = len(sequence.token_ids), groups.block_size
         found = sharing.find(sequence)
         if found.sources is not None:
@@ -104,7 +104,7 @@ class AdmissionPlan:
         return plan
 
     def num_blocks(self, blocks: BlockManager) -> int:
-        """Return how many available blocks the plan takes."""
+        """Return the number of available blocks that the plan takes."""
         idle = sum(1 for table in self.shared for block in table.blocks if blocks.is_idle(block))
         return sum(self.num_own) + idle
 
@@ -113,7 +113,7 @@ class AdmissionPlan:
         copies = []
         for table, stored in zip(self.shared, self.stored, strict=True):
             blocks.share(table.blocks)
-            # Ahead of `allocate`, which may move cached blocks to the host, and these replace others there.
+            # Before `allocate`, which may move cached blocks to the host, where they would replace these.
             host.blocks.share(stored)
         for group, table in enumerate(self.shared):
             own = blocks.allocate(self.num_own[group])
@@ -139,25 +139,25 @@ class Admission:
     blocks: BlockManager
     host: HostBlocks
     _without_slot: Sequence | None = None
-    """The first waiting sequence, if its adapter finds no slot."""
+    """The first waiting sequence, if there is no slot for its adapter."""
     _passed_it: int = 0
-    """How many sequences have been admitted before it since then."""
+    """How many sequences have been admitted ahead of it since then."""
 
     @property
     def num_free_rows(self) -> int:
-        """Number of sequences that could be admitted, as far as rows go."""
+        """Number of free rows, that is, of sequences that could be admitted if there were blocks."""
         return min(self.slots.num_free, self.max_running - len(self.running))
 
     def admit(self, batch: Batch) -> Sequence | None:
-        """Give the next waiting sequence a slot and blocks for all of its known tokens, and take it out of the queue.
+        """Give the next waiting sequence a slot and blocks for all its known tokens, and remove it from the queue.
 
-        Its start is added to the batch, of which `last_read` counts here. Return None if there is no room.
+        Its start is added to the batch, whose `last_read` must be set. Return None if slots or blocks are short.
         """
         if self.num_free_rows <= 0:
             return None
         sequence = self._next()
         if sequence is None or sequence.last_step > batch.last_read:
-            # Preempted while a step was in flight: neither its last token is known yet, nor whether it failed.
+            # Preempted while a step was in flight: its last token is unknown, and so is whether the step failed.
             return None
         if not self._has_adapter_slot(sequence):
             return None
@@ -194,8 +194,8 @@ class Admission:
         self.waiting.let_go()
 
     def _next(self) -> Sequence | None:
-        """Return the sequence to admit next. If the first one's adapter finds no slot, others of its priority with a
-        slot, or without an adapter, may pass it, at most `MAX_PASSED` in a row."""
+        """Return the sequence to admit next. If there is no slot for the first one's adapter, others of the same
+        priority that have a slot, or no adapter, may pass it, at most `MAX_PASSED` in a row."""
         first = self.waiting.first()
         if first is None or self.waiting.quality is not None or self._has_adapter_slot(first):
             self._without_slot = None
@@ -210,14 +210,14 @@ class Admission:
         return first
 
     def _has_adapter_slot(self, sequence: Sequence) -> bool:
-        """Return whether there is a slot for a sequence's adapter, if it has one."""
+        """Return whether the sequence has no adapter, or its adapter has a slot or can get one."""
         return sequence.request.adapter is None or self.adapters.has_room(sequence.request.adapter)
 
     def _plan(self, sequence: Sequence) -> AdmissionPlan:
         return AdmissionPlan.of(sequence, self.groups, self.sharing, self.host, alone=not self.running)
 
     def _missing_blocks(self, plan: AdmissionPlan) -> int:
-        """Return how many blocks are missing for an admission."""
-        # A reserve of one block per group and running sequence keeps an admission from causing a preemption at once.
+        """Return how many blocks an admission lacks."""
+        # Reserving one block per group and running sequence keeps an admission from causing a preemption right away.
         reserve = len(self.running) * self.groups.count
         return plan.num_blocks(self.blocks) + reserve - self.blocks.num_available

@@ -1,4 +1,4 @@
-"""Chunked prefill: how many prompt tokens a step computes, and where the prompts are cut."""
+"""Chunked prefill: how many prompt tokens a step computes, and where prompts are cut."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncllm.protocol import Limits, PrefillRow
 __all__ = ["PrefillBudget", "chunk_row", "fit_budget", "fit_joint_tokens", "next_end"]
 
 _MIN_ROUNDED_TILES = 3
-"""Steps of fewer tiles are not rounded: one tile less would be much less."""
+"""Steps with fewer tiles are not rounded down: one tile would be a large part of them."""
 
 _LEAST_OF_IMAGE = 128
-"""Tokens that the step which encodes an image computes, however long the encoding takes."""
+"""Minimum number of tokens computed by a step that encodes an image, however long the encoding takes."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,22 @@ class PrefillBudget:
     limits: Limits
 
     def beside(self, decoding: list[Sequence]) -> int:
-        """Return the most prompt tokens of a step in which these sequences decode.
+        """Return the maximum number of prompt tokens in a step in which these sequences decode.
 
-        Streamed answers would pause for a long step. Without any, small budgets only make answers later, as prompts
-        then begin and end one after another, and steps have fewer rows.
+        A long step would interrupt streamed answers. If none of the answers is streamed, small budgets would only delay
+        them: prompts would begin and end one after another, and steps would have fewer rows.
         """
         whole = self.limits.tokens_beside_decode
         if whole is None or not any(sequence.request.delivery.streaming for sequence in decoding):
             return self.most
-        # Prompts progress however many rows decode.
+        # Prompts make progress however many rows decode.
         return min(self.most, max(whole - len(decoding), -(-whole // 4)))
 
     def whole_tiles(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
         """Return the chunks, at least one, with the last one cut so that the step's tokens fill whole tiles.
 
-        This is for steps that others wait for, decoding or queued: the cut prompt ends a step later, the others gain.
+        This serves steps that other sequences wait for, decoding or queued: the cut prompt ends a step later, the
+        others gain.
         """
         tile = self.limits.token_tile
         total = num_decode + sum(length for _, length in chunks)
@@ -52,11 +53,11 @@ class PrefillBudget:
 
 
 def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> tuple[int, int]:
-    """Return how many of the next `length` known tokens fit the budget together with the encoding of their images,
-    and what the encoding takes of it; all in tokens.
+    """Return how many of the next `length` known tokens fit the budget together with the encoding of their images, and
+    how much of the budget the encoding takes, both in tokens.
 
-    An image that does not fit is left to a later step. If it comes `first` in this one, its first tokens are computed
-    all the same.
+    An image that does not fit is left to a later step. If it comes `first` in this step, its first tokens are computed
+    anyway.
     """
     work, start = 0, sequence.num_computed
     for position, own in (each for image in sequence.request.images for each in image.encodings()):
@@ -71,9 +72,9 @@ def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> 
 
 
 def fit_joint_tokens(sequence: Sequence, length: int, most: int) -> int:
-    """Return the length of a chunk of about `length` tokens that does not cut tokens which see each other.
+    """Return the length of a chunk of about `length` tokens that does not cut between tokens that see each other.
 
-    It is shorter than `length`, or longer, up to `most`, if such tokens come first; 0 if `most` is too few.
+    It is shorter than `length`; or longer, up to `most`, if such tokens come first; 0 if `most` is too small.
     """
     span = _joint_around(sequence, sequence.num_computed + length)
     if span is None:
@@ -89,13 +90,12 @@ def next_end(sequence: Sequence) -> int:
 
 
 def _joint_around(sequence: Sequence, end: int) -> tuple[int, int] | None:
-    """Return (start, end) of the image tokens that see each other and that a chunk ending at `end` would cut, or
-    None."""
+    """Return (start, end) of the mutually visible image tokens that a chunk ending at `end` would cut, or None."""
     return next((span for image in sequence.request.images if (span := image.joint_around(end)) is not None), None)
 
 
 def chunk_row(sequence: Sequence, length: int) -> PrefillRow:
-    """Return the row of a step that computes the next `length` known tokens."""
+    """Return the step row that computes the next `length` known tokens."""
     known, start, request = len(sequence.token_ids), sequence.num_computed, sequence.request
     end = start + length
     sample = end == known and sequence.remaining > 0

@@ -1,4 +1,5 @@
-"""Deadlines: expects answers to take as long as the latest ones, so that no row is spent on one that would be late."""
+"""Deadlines: predicts how long answers take from recent ones, so that no row is spent on an answer that would be
+late."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from asyncllm.errors import DeadlineExceeded
 __all__ = ["Deadlines"]
 
 REMEMBERED = 64
-"""Latest answers from which times are taken."""
+"""Number of recent answers that predictions are based on."""
 SURE = 0.95
-"""Share of these answers that were at most as long as expected. An expectation that is too high costs little, as
-another request takes the row; one that is too low costs the row's time."""
+"""Quantile of these answers that is predicted. A prediction that is too high costs little, because another request
+takes the row; one that is too low wastes the row's time."""
 
 
 class Deadlines:
-    """Expected times and lengths of answers. Written by the engine loop, as requests end."""
+    """Predicted times and lengths of answers. Written by the engine loop as requests end."""
 
     def __init__(self) -> None:
         self._first: deque[float] = deque(maxlen=REMEMBERED)
@@ -28,12 +29,12 @@ class Deadlines:
         self._following: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds per token after the first."""
         self._lengths: deque[float] = deque(maxlen=REMEMBERED)
-        """Tokens of an answer that nothing cuts short."""
+        """Lengths in tokens of answers that ended by themselves."""
         self._expected: tuple[float, float, float] | None = None
-        """Expected value of each of the three; None after a change."""
+        """Prediction for each of the three; None after a change."""
 
     def ended(self, request: Request, error: Exception | None) -> None:
-        """Learn from a request that has ended just now, complete or at its deadline."""
+        """Learn from a request that has just ended, complete or at its deadline."""
         times, longest = request.times, max(request.sequences, key=lambda sequence: sequence.num_generated)
         cut_short = longest.finish_reason == "abort" or not isinstance(error, DeadlineExceeded | None)
         if cut_short or times.admitted is None or times.prefilled is None or not longest.num_generated:
@@ -42,10 +43,11 @@ class Deadlines:
         self.learn(first, following, longest.num_generated, stopped=longest.finish_reason in ("stop", "tool_calls"))
 
     def learn(self, first: float, following: float, tokens: int, *, stopped: bool) -> None:
-        """Learn from an answer: `first` seconds from admission to its first token, `following` seconds from there on.
+        """Learn from an answer: `first` seconds from admission to its first token, then `following` seconds for the
+        rest.
 
-        Only an answer that `stopped` by itself tells how long answers are. Any other, at its limit or its deadline,
-        might have become of any length, and counts as infinite."""
+        Only an answer that `stopped` by itself shows how long answers are. An answer cut by its limit or deadline could
+        have become arbitrarily long, and counts as infinite."""
         self._first.append(first)
         if tokens > 1:
             self._following.append(following / (tokens - 1))
@@ -58,7 +60,7 @@ class Deadlines:
         return self._expected
 
     def seconds(self, sequence: Sequence) -> float:
-        """Return how many seconds a waiting sequence will take once it has a row; 0 while nothing is known."""
+        """Return how many seconds a waiting sequence is predicted to take once it has a row; 0 without a prediction."""
         first, following, length = self._expectation()
         tokens = min(sequence.remaining, max(1, length - sequence.num_generated))
         return first + following * max(0, tokens - 1)

@@ -1,17 +1,17 @@
-"""Quality of service chooses the user to serve next, by a file of user groups and quotas in LMDeploy's format.
+"""Quality of service: chooses the next user to serve, from a file of user groups and quotas in LMDeploy's format.
 
     {"enable_user_qos": true,
      "user_groups": ["Gold", "Silver"],
      "user_group_map": {"Gold":   [{"id": "alice", "quota_pct": 100}],
                         "Silver": [{"id": "bob", "quota_pct": 30}, {"id": "default", "quota_pct": 70}]}}
 
-Groups come in the order of `user_groups`: while a user of the first group waits, no user of another is admitted. Within
-a group, the waiting user with the least use in proportion to the quota is next; users with quota 0 come last. Use
-counts the last `WINDOW_S` seconds: prompt tokens that had to be computed at admission, and generated tokens. Tokens
-that are computed again after a preemption count for no user.
+Groups are served in the order of `user_groups`: while a user of the first group waits, no user of another is admitted.
+Within a group, the next user is the waiting one with the least use in proportion to the quota; users with quota 0 come
+last. Use covers the last `WINDOW_S` seconds: prompt tokens that had to be computed at admission, and generated tokens.
+Tokens recomputed after a preemption are not charged to any user.
 
-"default" stands for all users that the file does not list. If several groups list it, the highest quota counts, as a
-request's group is known by its user id alone.
+"default" stands for all users that the file does not list. If several groups list it, the highest quota counts, because
+only the user id determines a request's group.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["DEFAULT_USER", "WINDOW_S", "Policy", "QualityOfService", "User"]
 DEFAULT_USER = "default"
 WINDOW_S = 60.0
 BUCKET_S = 5.0
-"""Seconds of a bucket; use is forgotten bucket by bucket."""
+"""Length of a bucket in seconds; use is forgotten bucket by bucket."""
 QUOTA_TOLERANCE = 0.1
-"""Percent by which the quotas of a group may miss 100: thirds are no decimal fractions."""
+"""How far in percent the quotas of a group may miss 100: thirds are not decimal fractions."""
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,14 +46,14 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file."""
+    """The contents of the file."""
 
     enable_user_qos: bool
     user_groups: Annotated[list[str], Meta(min_length=1)]
     user_group_map: dict[str, list[Member]]
 
     def complaint(self) -> str | None:
-        """Return what is wrong across fields; None if nothing is."""
+        """Return a description of a contradiction between fields, or None."""
         groups = self.user_groups
         if len(set(groups)) < len(groups):
             return "user_groups names a group twice"
@@ -77,7 +77,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class User:
-    """A user with a quota. Written by QualityOfService and, a token at a time, by the waiting queue."""
+    """A user with a quota. Written by QualityOfService and, token by token, by the waiting queue."""
 
     __slots__ = (
         "_before",
@@ -96,37 +96,37 @@ class User:
     def __init__(self, id: str, number: int, group: int, quota: float) -> None:
         self.id = id
         self.number = number
-        """Unique: the user's place in the file."""
+        """Unique: the user's position in the file."""
         self.group = group
         """Number of the group; 0 is served first."""
         self.quota = quota
         self.num_waiting = 0
         """Waiting sequences."""
         self.queued_requests = 0
-        """Requests whose first sequence waits. Written by the waiting queue, as is the next."""
+        """Requests whose first sequence waits. Written by the waiting queue, like the next field."""
         self.queued_tokens = 0
-        """Known tokens of the sequences that wait."""
+        """Known tokens of the waiting sequences."""
         self.listed = False
-        """Whether the group's heap has an entry of this user."""
+        """Whether the group's heap has an entry for this user."""
         self.current = 0
-        """Tokens used in the present bucket of time."""
+        """Tokens used in the current time bucket."""
         self._before = 0
-        """Tokens used in the earlier buckets."""
+        """Tokens used in earlier buckets."""
         self._buckets: deque[tuple[int, int]] = deque()
-        """(bucket, its tokens), the oldest first."""
+        """(bucket, its tokens), oldest first."""
 
     @property
     def used(self) -> int:
-        """Tokens within the window."""
+        """Tokens used within the window."""
         return self._before + self.current
 
     @property
     def load(self) -> tuple[bool, float]:
-        """Use in proportion to the quota; the user with the lowest is next."""
+        """Use in proportion to the quota; the user with the lowest value is next."""
         return (False, self.used / self.quota) if self.quota else (True, float(self.used))
 
     def close_bucket(self, bucket: int, forget: int) -> None:
-        """End the present bucket, and forget those up to `forget`."""
+        """End the current bucket, and forget buckets up to `forget`."""
         if self.current:
             self._buckets.append((bucket, self.current))
             self._before += self.current
@@ -139,7 +139,7 @@ class QualityOfService:
     """Users and their use of the engine. Written by the waiting queue only."""
 
     def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds from any beginning; it never goes back."""
+        """`clock` returns monotonic seconds."""
         self.enabled = policy.enable_user_qos
         self._clock = clock
         self._bucket = int(clock() / BUCKET_S)
@@ -151,12 +151,12 @@ class QualityOfService:
                 if listed_before is None or listed_before.quota < member.quota_pct:
                     self.users[member.id] = User(member.id, next(numbers), group, member.quota_pct)
         self._heaps: list[list[tuple[tuple[bool, float], int, User]]] = [[] for _ in policy.user_groups]
-        """Per group, an entry for each user who waits. Its load is the user's or, as loads rise until a bucket is
-        forgotten, a lower one: it is corrected when it comes up. Users who wait no more are dropped then."""
+        """Per group, an entry for each waiting user. An entry may be outdated: loads rise until a bucket is forgotten,
+        so it is corrected when it reaches the top. Users who no longer wait are dropped then."""
 
     @classmethod
     def open(cls, path: str, clock: Callable[[], float] = time.monotonic) -> QualityOfService:
-        """Read the file. Raises InvalidParameter if it is unreadable or contradicts itself."""
+        """Read the file. Raises InvalidParameter if it cannot be read or contradicts itself."""
         try:
             with open(path, "rb") as file:
                 policy = msgspec.json.decode(file.read(), type=Policy)
@@ -179,7 +179,7 @@ class QualityOfService:
         return cls(policy, clock)
 
     def find(self, user_id: str | None) -> User | None:
-        """Return the user of this id, or "default"; None if all are served alike. Raises InvalidParameter."""
+        """Return the user with this id, or "default"; None without quality of service. Raises InvalidParameter."""
         if not self.enabled:
             return None
         user = self.users.get(user_id or DEFAULT_USER) or self.users.get(DEFAULT_USER)
@@ -199,7 +199,7 @@ class QualityOfService:
             heappush(self._heaps[user.group], (user.load, user.number, user))
 
     def leaves(self, user: User) -> None:
-        """Count one fewer of the user's sequences as waiting."""
+        """Count one less of the user's sequences as waiting."""
         user.num_waiting -= 1
 
     def next_user(self) -> User:
@@ -218,7 +218,7 @@ class QualityOfService:
         raise AssertionError("no user waits")
 
     def move_on(self) -> None:
-        """Forget what was used longer ago than the window."""
+        """Forget use older than the window."""
         bucket = int(self._clock() / BUCKET_S)
         if bucket == self._bucket:
             return

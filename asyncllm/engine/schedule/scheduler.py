@@ -1,15 +1,15 @@
-"""The scheduler decides which tokens of which sequences the next step computes: it admits waiting sequences, plans
-prefill and decode rows, and preempts.
+"""Scheduler decides which tokens of which sequences the next step computes: it admits waiting sequences, plans prefill
+and decode rows, and preempts.
 
-It keeps the running sequences, and knows nothing of time, text, tensors or tasks. `WaitingQueue` chooses the sequence
-to admit next, `Admission` gives it a slot and blocks. The engine calls `schedule()` for the next `Batch`, possibly
+It owns the running sequences, and knows nothing of time, text, tensors or tasks. `WaitingQueue` chooses the sequence to
+admit next, and `Admission` gives it a slot and blocks. The engine calls `schedule()` for the next `Batch`, possibly
 before it has read the previous ones, and `update()` with each `StepOutput` in order. `Sequence.pending` counts unread
 tokens, so that the next step never waits for a token's value.
 
-At admission a sequence gets blocks for all of its known tokens. It needs more for decoding, for a prompt longer than a
-window (`BlockGroups`), and for forced tokens, which are computed like a prompt's. When no block is left, or an earlier
-group lacks a row, the newest running sequence of the lowest class is preempted, so that the oldest one of the highest
-class always progresses. Its blocks are copied to host memory if there is room (`HostBlocks`).
+At admission a sequence gets blocks for all its known tokens. It needs more blocks while decoding, for a prompt longer
+than a window (`BlockGroups`), and for forced tokens, which are computed like a prompt. When no block is left, or an
+earlier group lacks a row, the newest running sequence of the lowest class is preempted, so the oldest one of the
+highest class always makes progress. The victim's blocks are copied to host memory if there is space (`HostBlocks`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from asyncllm.types import FinishReason
 __all__ = ["Scheduler"]
 
 _ROWS_PER_STEP_SAVED = 5
-"""A step with a chunk takes about a fifth longer than one of decode rows alone: a run of forced tokens has to save its
-row a step for every five rows that wait for the chunk, or together they lose more than it gains."""
+"""A step with a chunk takes about a fifth longer than a step of decode rows alone, and all rows wait for it. A run of
+forced tokens must therefore save its row one step for every five rows that wait, or the step loses more than it
+gains."""
 _LONG_RUN = 8
-"""Longer ones are rare, and to look for them takes 8 us a row, for which all rows wait."""
+"""Longer runs are rare, and looking for them costs 8 us per row, while all rows wait."""
 
 
 class SchedulerCounts:
@@ -55,22 +56,22 @@ class SchedulerCounts:
     def __init__(self) -> None:
         self.steps = 0
         self.failed_steps = 0
-        """Steps that raised, so that their rows ended."""
+        """Steps that raised and ended their rows."""
         self.prefill_tokens = 0
-        """Tokens computed in prefill rows, recomputed ones included."""
+        """Tokens computed in prefill rows, including recomputed ones."""
         self.decode_tokens = 0
         self.sampled_tokens = 0
-        """Tokens of answers."""
+        """Generated tokens."""
         self.prompt_tokens = 0
         """Known tokens of admitted sequences, computed or found in the prefix cache."""
         self.cached_tokens = 0
-        """Tokens of these that the prefix cache had."""
+        """How many of these were found in the prefix cache."""
         self.preemptions = 0
 
 
 class Scheduler:
-    """Running sequences and unread steps of one engine, with its queue, slots and blocks. Written by the engine's turns
-    only."""
+    """The running sequences and unread steps of one engine, with its queue, slots and blocks. Written only by the
+    engine's turns."""
 
     def __init__(
         self,
@@ -90,23 +91,23 @@ class Scheduler:
 
         self.waiting = waiting if waiting is not None else WaitingQueue()
         self.num_waiting = 0
-        """Sequences in the queue, and siblings that wait for the prompt to be computed."""
+        """Sequences in the queue, and siblings that wait until the prompt is computed."""
         self._running: dict[Sequence, None] = {}
-        """Sequences with a slot, in order of admission; preempted ones come back in order of arrival."""
+        """Sequences with a slot, in order of admission; preempted sequences return in order of arrival."""
         self._prefilling: deque[Sequence] = deque()
         """Running sequences with known tokens that are not scheduled yet."""
         self._in_flight: deque[StepInFlight] = deque()
-        """Scheduled steps that are not read, oldest first."""
+        """Scheduled steps that have not been read, oldest first."""
         self._step = 0
         """Number of the next step."""
         self._last_read = -1
-        """Number of the newest step that was read: the fence."""
+        """Number of the newest step that has been read: the fence."""
         self._decode_steps = 0
-        """Steps without prompt tokens in a row, while prompts waited."""
+        """Consecutive steps without prompt tokens while prompts waited."""
         self.admitted: list[Request] = []
-        """Requests whose first sequence the last `schedule()` has admitted."""
+        """Requests whose first sequence was admitted by the last `schedule()`."""
         self.prefilled: list[Request] = []
-        """Requests whose prompt is computed, as the last `update()` has read."""
+        """Requests whose prompt the last `update()` found to be computed."""
         self.counts = SchedulerCounts()
 
         self.prefix_cache = PrefixCache() if prefix_caching else None
@@ -134,7 +135,7 @@ class Scheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of sequences that could be admitted, as far as rows go."""
+        """Number of free rows, that is, of sequences that could be admitted if there were blocks."""
         return self.admission.num_free_rows
 
     def add(self, request: Request) -> None:
@@ -146,7 +147,7 @@ class Scheduler:
         self.num_waiting += len(request.sequences)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence now, in whatever state; its row and blocks come back under the fence rule."""
+        """End a sequence now, in any state; its row and blocks are freed under the fence rule."""
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence in self._running:
@@ -167,7 +168,7 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def schedule(self) -> Batch | None:
-        """Return the next step, or None if nothing can be computed before a step in flight has been read."""
+        """Return the next step, or None if nothing can be computed until a step in flight has been read."""
         step = self._step
         self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
@@ -181,7 +182,7 @@ class Scheduler:
             else:
                 self._decode_steps = 0
                 self._schedule_prefill(batch, sampled, prefill)
-        # A step without tokens may give blocks to a row whose tokens have to be computed together.
+        # A step without tokens may give blocks to a row whose tokens have to be computed in one step.
         if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or self.host.plan):
             return None
         batch.swaps = self.host.take_plan(step)
@@ -193,10 +194,10 @@ class Scheduler:
         return batch
 
     def _preempt_for_groups(self, batch: Batch) -> None:
-        """Admit sequences whose group comes before a running one's, and preempt the last running ones for them.
+        """Admit sequences whose group precedes that of a running one, and preempt the last running ones for them.
 
-        This comes ahead of the decode rows, so that a preempted sequence has no row in this step, and an admission
-        leaves a block for each of them.
+        This runs before the decode rows are scheduled, so that a preempted sequence has no row in this step, and an
+        admission leaves a block for each decode row.
         """
         while self._running and (sequence := self.waiting.first_of_groups()) is not None:
             victim = self._last_of_lowest_class()
@@ -208,7 +209,7 @@ class Scheduler:
                 self._preempt(victim)
 
     def _admit(self, batch: Batch) -> bool:
-        """Admit the next waiting sequence, if there is room."""
+        """Admit the next waiting sequence, if slots and blocks suffice."""
         sequence = self.admission.admit(batch)
         if sequence is None:
             return False
@@ -221,7 +222,7 @@ class Scheduler:
             if sequence.index == 0 and sequence.num_generated == 0:
                 sequence.request.cached_tokens = sequence.num_computed
                 self.admitted.append(sequence.request)
-        sequence.forced = ()  # it starts with all that is known
+        sequence.forced = ()  # It starts with all known tokens.
         sequence.state = SequenceState.PREFILL
         self._running[sequence] = None
         self._prefilling.append(sequence)
@@ -230,7 +231,7 @@ class Scheduler:
     def _schedule_prefill(
         self, batch: Batch, decoding: list[Sequence], prefill: list[tuple[Sequence, PrefillRow]]
     ) -> None:
-        """Fill the token budget with chunks of admitted sequences, the highest class first, then admit more."""
+        """Fill the token budget with chunks of admitted sequences, highest class first, then admit more."""
         self._put_prompts_in_order(batch)
         if not self._prefilling and not self._admit(batch):
             return
@@ -274,7 +275,7 @@ class Scheduler:
                 return
 
     def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
-        """Return how many of a prompt's next `length` tokens find room. The blocks in reserve are not touched."""
+        """Return how many of a prompt's next `length` tokens can get blocks. Reserved blocks are not touched."""
         end = sequence.num_computed + length
         if end > sequence.capacity:
             spare = self.blocks.num_available - len(self._running) * self.groups.count
@@ -305,8 +306,8 @@ class Scheduler:
         decode, scheduled = batch.decode, []
         rows = list(self._running)
         if self.blocks.num_available < len(rows) * self.groups.count:
-            # Then a sequence that is preempted comes last, before this step has a row for it: it is copied down ahead
-            # of the step.
+            # A sequence preempted by this loop then comes last, before this step has a row for it: it is copied to the
+            # host before the step runs.
             rows.sort(key=self.waiting.rank)
         for sequence in rows:
             if sequence.state is not SequenceState.DECODE or sequence.remaining <= 0:
@@ -328,18 +329,18 @@ class Scheduler:
         return scheduled
 
     def _has_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
-        """Make room for the sequence's tokens up to `end`. Return False if there is none in this step."""
+        """Ensure blocks for the sequence's tokens up to `end`. Return False if that is impossible in this step."""
         while sequence.capacity < end:
             if not self._has_room_for_block(batch, sequence):
                 return False
         return True
 
     def _has_room_for_block(self, batch: Batch, sequence: Sequence) -> bool:
-        """Give the sequence one more block of each group. Return False if there is none in this step."""
+        """Give the sequence one more block in each group. Return False if that is impossible in this step."""
         lacking = [table for table in sequence.tables if table.end * self._block_size == sequence.capacity]
         while self.blocks.num_available < len(lacking):
             if self.blocks.num_fenced or (self.groups.windowed and sequence.last_step > self._last_read):
-                # Blocks that steps in flight hold, or see last, come back without another preemption.
+                # Blocks that steps in flight hold, or are the last to see, become free without another preemption.
                 return False
             victim = self._last_of_lowest_class()
             # A prompt keeps its blocks until an older sequence, or one of a higher class, needs them.
@@ -351,7 +352,7 @@ class Scheduler:
         return True
 
     def _extend(self, batch: Batch, sequence: Sequence, end: int, most: int) -> None:
-        """Give a sequence up to `most` blocks, so that its tables end at block `end`, or as close to it as they can."""
+        """Give a sequence up to `most` blocks, so that its tables end at block `end` or as close to it as possible."""
         for group, first, blocks in self.groups.extend(sequence.tables, end, most, self.blocks.allocate):
             batch.new_blocks.append((sequence.slot, group, first, blocks))
         sequence.capacity = self.groups.capacity(sequence.tables)
@@ -361,8 +362,8 @@ class Scheduler:
         return max(reversed(self._running), key=self.waiting.rank)
 
     def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take the row and blocks of a running sequence. It goes on from a copy on the host if there is room and
-        `keep`, else it is computed again."""
+        """Take the row and blocks of a running sequence. With `keep`, it resumes from a copy on the host if there is
+        space; otherwise it is recomputed."""
         self.counts.preemptions += 1
         if keep and self.host.swap_out(sequence):
             self._requeue(sequence)
@@ -377,7 +378,7 @@ class Scheduler:
         sequence.committed = 0
 
     def _compute_again(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row, to be computed again from its tokens."""
+        """Put a sequence back into the queue, to be recomputed from its tokens."""
         if sequence in self._running:
             self._requeue(sequence)
         else:
@@ -387,7 +388,7 @@ class Scheduler:
         sequence.request.forget_hidden()
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a running sequence out of its row."""
+        """Remove a running sequence from its row."""
         del self._running[sequence]
         if sequence.request.adapter is not None:
             self.adapters.give_back(sequence.request.adapter)
@@ -445,13 +446,14 @@ class Scheduler:
         return advanced
 
     def _read_prefill(self, sequence: Sequence, row: PrefillRow, output: StepOutput) -> bool:
-        """Read what a prefill row gave besides its token. Return whether it ended a sequence that wants no token."""
+        """Read the results of a prefill row other than its token. Return whether it ended a sequence that generates no
+        token."""
         request = sequence.request
         if row.prompt_logprobs is not None:
             request.take_prompt_logprobs(row.position, output.prompt_logprobs.get(row.slot, []))
         failed = row.slot in output.errors
         if sequence.slot != row.slot and not (failed and sequence.state is SequenceState.SWAPPED):
-            # Finished or preempted since. But a failed row that was swapped out must not come back.
+            # Finished or preempted meanwhile. However, a failed row that was swapped out must not come back.
             return False
         if failed:
             # Nothing of this row may enter the prefix cache. A row that samples is ended by `update`.
@@ -482,7 +484,7 @@ class Scheduler:
                 self.waiting.push(sequence)
 
     def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
-        """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step begins
+        """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step starts
         before them."""
         if self.groups.windowed and sequence.tables:
             self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
@@ -491,7 +493,7 @@ class Scheduler:
         return max(self._prefill_interval, len(self._running) // _ROWS_PER_STEP_SAVED)
 
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
-        """Append tokens that have to follow the newest one, to be computed like a prompt's, if that saves enough steps.
+        """Append tokens that must follow the newest one, to be computed like a prompt, if that saves enough steps.
         Return how many were appended. Steps in flight sample the first of them."""
         if sequence.state is not SequenceState.DECODE or sequence.slot != slot:
             return 0
@@ -511,7 +513,7 @@ class Scheduler:
         return len(forced)
 
     def cut(self, sequence: Sequence, num_generated: int) -> None:
-        """Drop the tokens of a finished answer after the first `num_generated`: forced ones after a stop word."""
+        """Drop the tokens of a finished answer after the first `num_generated`: forced tokens after a stop word."""
         del sequence.token_ids[sequence.num_prompt + num_generated :]
 
     def step_failed(self, cause: BaseException | None) -> list[Sequence]:
@@ -530,7 +532,7 @@ class Scheduler:
         return ended
 
     def step_dropped(self) -> None:
-        """Compute the rows of the oldest step in flight again. It was not run, because an earlier one failed."""
+        """Recompute the rows of the oldest step in flight, which was not run because an earlier one failed."""
         oldest = self._pop_oldest()
         oldest.take_back_tokens()
         for sequence in oldest.live_rows():
@@ -544,7 +546,7 @@ class Scheduler:
         return oldest
 
     def _lose_copies(self, lost: StepInFlight) -> None:
-        """Compute the sequences again whose copies between device and host were part of a lost step."""
+        """Recompute the sequences whose copies between device and host belonged to a lost step."""
         for sequence in self.host.copies_lost(lost.step, lost.swaps):
             self._compute_again(sequence)
 
@@ -555,7 +557,7 @@ class Scheduler:
         self.slots.step_read(step)
 
     def forget(self) -> None:
-        """Forget all keys and values on device and host. Running sequences are computed again. No step is in flight."""
+        """Forget all keys and values on device and host. Running sequences are recomputed. No step is in flight."""
         assert not self._in_flight, "steps in flight write KV"
         for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
             if not request.prompt_is_scored:

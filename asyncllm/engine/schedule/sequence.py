@@ -22,23 +22,23 @@ __all__ = ["ORDINARY", "Request", "RequestPolicy", "Sequence", "SequenceState", 
 
 
 class RequestPolicy(NamedTuple):
-    """How a request ranks among the others: its RequestOptions, checked by `InputProcessor`."""
+    """How a request ranks among others: its RequestOptions, checked by `InputProcessor`."""
 
     priority: int = 0
     """Lower values are served earlier."""
     user: User | None = None
-    """The user whose quota the request counts for; None without quality of service."""
+    """The user whose quota the request is charged to; None without quality of service."""
     deadline: float | None = None
-    """Time of the event loop at which the request ends, answered or not."""
+    """Event-loop time at which the request ends, answered or not."""
     cache_salt: str | None = None
-    """Only requests of equal salt share cached prefixes."""
+    """Only requests with equal salt share cached prefixes."""
 
 
 ORDINARY = RequestPolicy()
 
 
 class RequestTimes:
-    """Times of a request's progress, in seconds of `time.monotonic`, which observers get in a `RequestRecord`. The
+    """Timestamps of a request's progress, in seconds of `time.monotonic`; observers get them in a `RequestRecord`. The
     event loop's own clock may be as coarse as 1 ms."""
 
     __slots__ = ("admitted", "arrived", "prefilled", "queued")
@@ -51,13 +51,14 @@ class RequestTimes:
         self.admitted: float | None = None
         """First admission of the first sequence."""
         self.prefilled: float | None = None
-        """Reading of the step that computed the end of the prompt, and sampled the first token if one was wanted."""
+        """When the step that computed the end of the prompt, and sampled the first token if one was wanted, was
+        read."""
 
 
 class SequenceState(enum.Enum):
     """WAITING -> PREFILL -> DECODE -> FINISHED. A sequence can finish in any state.
 
-    Preemption: PREFILL or DECODE -> WAITING, to be computed again, or -> SWAPPED -> PREFILL, to go on from the copy.
+    Preemption: PREFILL or DECODE -> WAITING, to be recomputed, or -> SWAPPED -> PREFILL, to resume from the copy.
     """
 
     WAITING = "waiting"
@@ -68,7 +69,7 @@ class SequenceState(enum.Enum):
 
 
 class Request:
-    """One call, checked. Written once by `InputProcessor`, except for the fields marked otherwise."""
+    """One validated call. Written once by `InputProcessor`, except for the fields marked otherwise."""
 
     __slots__ = (
         "adapter",
@@ -116,18 +117,18 @@ class Request:
         adapter: Adapter | None = None,
     ) -> None:
         self.id = id
-        """Number in the order of arrival."""
+        """Sequence number in order of arrival."""
         self.policy = policy
         self.adapter = adapter
         """The LoRA adapter of all its tokens."""
         self.times = RequestTimes()
         self.prompt_ids = prompt_ids
         self.images = images
-        """Images of the prompt, in order. Kept until the end, as a preempted prompt is computed again."""
+        """Images of the prompt, in order. Kept to the end, because a preempted prompt is recomputed."""
         self.image_tokens = sum(image.num_features for image in images)
         """Number of prompt tokens that stand for images."""
         self.named_stop_ids = named_stop_ids
-        """Stop ids that the caller named, which are reported as `stop_reason`."""
+        """Stop ids named by the caller, which are reported as `stop_reason`."""
         self.session_id = session_id
         """The caller's label, for `stop_session`."""
         self.history_len = history_len
@@ -136,14 +137,14 @@ class Request:
         self.output_logits = output_logits
         self.pooling = pooling
         self.reuses_prefix = prompt_logprobs is None and not output_logits and pooling != "mean"
-        """False if the hidden states of all prompt tokens are needed, so that none may come from the prefix cache."""
+        """False if the hidden states of all prompt tokens are needed, so that none can come from the prefix cache."""
         self.delivery = delivery
         self.sequences = [
             Sequence(self, index, params[index], stop_ids, max_new_tokens, answers[index])
             for index in range(len(params))
         ]
         self.siblings_queued = False
-        """Whether the sequences after the first have entered the queue. Written by the scheduler."""
+        """Whether the sequences other than the first have entered the queue. Written by the scheduler."""
         self.block_hashes: list[bytes] = []
         """Hash chain over the prompt's full blocks. Written by the scheduler when the request is added."""
         self.cached_tokens = 0
@@ -153,16 +154,16 @@ class Request:
         self.logits: list[Any] = []
         """Written by the scheduler, chunk by chunk."""
         self.pooled: Items[float] | None = None
-        """Sum of the hidden states that `pooling` asks for. Written by the scheduler, chunk by chunk."""
+        """Sum of the hidden states selected by `pooling`. Written by the scheduler, chunk by chunk."""
 
     def let_go(self) -> None:
-        """Drop the sequences, which refer back to the request: it has ended or was refused. Without this cycle it is
-        freed at once."""
+        """Drop the sequences, which refer back to the request, when it has ended or was refused. Without this reference
+        cycle it is freed at once."""
         self.sequences = []
 
     def take_prompt_logprobs(self, position: int, scores: list[TokenLogprobs]) -> None:
         """Append the log-probabilities of the tokens after `position`. After a preemption, a chunk may overlap earlier
-        ones and reach into the answer."""
+        ones and extend into the answer."""
         known = self.prompt_logprobs
         first, end = len(known) - position, len(self.prompt_ids) - 1 - position
         known.extend(scores[max(0, first) : max(0, end)])
@@ -176,7 +177,7 @@ class Request:
             self.pooled = chunk if before is None else [a + b for a, b in zip(before, chunk, strict=True)]
 
     def forget_hidden(self) -> None:
-        """Drop logits and sums of hidden states: the whole prompt is computed again. Requests for these have no
+        """Drop logits and sums of hidden states, because the whole prompt is recomputed. Requests for these have no
         answer."""
         self.logits.clear()
         self.pooled = None
@@ -199,9 +200,9 @@ class Request:
     def deadline_exceeded(self) -> DeadlineExceeded:
         """Return the error that ends the request at its deadline."""
         done = self.sequences[0].num_generated
-        so_far = f"{done} tokens of its answer were there" if done else "it had no token yet"
+        so_far = f"its answer had {done} tokens" if done else "it had no token yet"
         return DeadlineExceeded(
-            f"The request's timeout is over: {so_far}. Allow more time, ask for fewer tokens, or lower its priority "
+            f"The request's timeout has passed: {so_far}. Allow more time, ask for fewer tokens, or lower its priority "
             "value."
         )
 
@@ -222,7 +223,7 @@ class Request:
 
 
 class Sequence:
-    """One of a request's `n` answers: known tokens, state, blocks and row. Written by the scheduler alone, except for
+    """One of a request's `n` answers: known tokens, state, blocks and row. Written only by the scheduler, except for
     `answer`, which the engine loop advances, and `keeps_row`."""
 
     __slots__ = (
@@ -275,11 +276,11 @@ class Sequence:
         """The prompt and every generated token that the host has read."""
         self.num_prompt = len(request.prompt_ids)
         self.num_computed = 0
-        """Leading tokens whose keys and values are written, by steps in flight too."""
+        """Number of leading tokens whose keys and values are written, including by steps in flight."""
         self.pending = 0
-        """Tokens sampled by steps in flight, not read yet."""
+        """Tokens sampled by steps in flight and not read yet."""
         self.ahead = 0
-        """Those of the pending tokens that are forced, and so are in `token_ids` already."""
+        """How many of the pending tokens are forced and thus already in `token_ids`."""
         self.forced: Items[int] = ()
         """The forced tokens at the end of `token_ids` that no step samples. The next row that samples carries them."""
         self.remaining = max_new_tokens
@@ -287,23 +288,23 @@ class Sequence:
         self.tables: list[BlockTable] = []
         """Block table of each block group; empty while the sequence has no row."""
         self.capacity = 0
-        """Tokens for which the block tables of all groups have room."""
+        """Number of tokens that fit in the block tables of all groups."""
         self.host_tables: list[BlockTable] = []
-        """In state SWAPPED, blocks in host memory with the keys and values of `num_computed` tokens, by group."""
+        """In state SWAPPED, by group, the host blocks with the keys and values of `num_computed` tokens."""
         self.host_step = -1
-        """The step that copies to the host blocks. They may be freed when it has been read."""
+        """The step that copies to the host blocks, which may be freed when it has been read."""
         self.hashes: list[bytes] = []
         """Hash chain over the full blocks of `token_ids`, as far as it is computed."""
         self.committed = 0
-        """Leading blocks that the prefix cache has been offered."""
+        """Number of leading blocks that have been offered to the prefix cache."""
         self.keeps_row = False
-        """Whether the sequence was admitted because it had waited long, so that it ranks in the highest class. Written
-        by the waiting queue."""
+        """Whether the sequence was admitted because it had waited long, and therefore ranks in the highest class.
+        Written by the waiting queue."""
         self.slot = -1
         self.adapter_slot = -1
         """Slot of its adapter on the device while the sequence has a row."""
         self.last_step = -1
-        """The newest step that may write to the blocks. They are freed when it has been read."""
+        """The newest step that may write to the blocks, which are freed when it has been read."""
         self.logprobs: TokenLogprobs | None = None
         """Log-probabilities of the newest token."""
         self.finish_reason: FinishReason | None = None
@@ -327,7 +328,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     def slot_start(self) -> SlotStart:
-        """Return what the device has to know of the sequence in its new slot."""
+        """Return what the device has to know about the sequence in its new slot."""
         return SlotStart(
             slot=self.slot,
             params=self.params,
@@ -362,7 +363,7 @@ class StepInFlight:
         self.swaps = swaps
 
     def take_back_tokens(self) -> None:
-        """Undo the counting of the step's tokens: it was not run."""
+        """Uncount the step's tokens, because it was not run."""
         for sequence in self.sampled:
             sequence.pending -= 1
             if sequence.ahead:

@@ -1,17 +1,16 @@
 """The waiting queue decides which sequence is admitted next.
 
 Lower priority values come first, then earlier requests. Siblings and preempted sequences belong to earlier requests, so
-the same rule brings them to the front of their priority. With quality of service, this is the order within a user, and
+the same rule puts them first within their priority. With quality of service, this order applies within a user, and
 `QualityOfService` chooses the user.
 
 No request starves. Once the sequence that has waited longest has waited for `PATIENCE_S`, at most `MAX_PASSED` later
-requests in a row are admitted before it. Then it is next, whatever its user, and keeps its row as if it belonged to the
-highest class. If all wait that long, one admission in `MAX_PASSED` + 1 is out of order. The same bound holds for a
-prompt that has a row while steps compute nothing of it.
+requests in a row are admitted before it. Then it is next, whoever its user is, and it keeps its row as if it belonged
+to the highest class. If all sequences have waited that long, one admission in `MAX_PASSED` + 1 is out of order. The
+same bound applies to an admitted prompt of which steps compute nothing.
 
-A request that cannot meet its deadline, judged by the latest answers, lets all others of its user go first. It is tried
-when none of them waits, the latest deadline first. So a queue that is longer than the deadlines allow costs only the
-requests at its end.
+A request that is predicted to miss its deadline yields to all others of its user. It is tried when none of them waits,
+the latest deadline first. A queue that is longer than the deadlines allow thus costs only the requests at its end.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ __all__ = ["MARGIN", "MAX_PASSED", "PATIENCE_S", "WaitingQueue"]
 PATIENCE_S = 30.0
 MAX_PASSED = 15
 MARGIN = 1.5
-"""Factor on an answer's expected time. Running answers slow each other down: if all were just in time, all would be
-late."""
+"""Factor on an answer's predicted time. Running answers slow each other down: if all were scheduled just in time, all
+would be late."""
 
 HIGHEST_CLASS = -(2**63)
 
 
 class Lane:
-    """Waiting sequences of one user, ordered by priority, request and index; those that come too late are last.
+    """Waiting sequences of one user, ordered by priority, request and index; those expected to be late come last.
 
-    The heaps hold tickets. A sequence may leave from anywhere; its ticket stays in the heap and is skipped.
+    The heaps hold tickets. A sequence may leave from any position; its ticket stays in the heap and is skipped.
     """
 
     __slots__ = ("_heap", "_late", "_waiting")
@@ -51,7 +50,7 @@ class Lane:
         self._heap: list[tuple[int, int, int, int]] = []
         """(priority, request id, index, ticket)."""
         self._late: list[tuple[int, float, int]] = []
-        """(priority, negated deadline, ticket) of those that come too late."""
+        """(priority, negated deadline, ticket) of sequences expected to be late."""
 
     def push(self, sequence: Sequence, ticket: int) -> None:
         """Add a sequence under a new `ticket`."""
@@ -60,7 +59,7 @@ class Lane:
         heappush(self._heap, (request.policy.priority, request.id, sequence.index, ticket))
 
     def first(self, comes_too_late: Callable[[Sequence], bool]) -> Sequence:
-        """Return the sequence that is next. At least one waits."""
+        """Return the next sequence. At least one waits."""
         waiting = self._waiting
         while self._heap:
             priority, _, _, ticket = self._heap[0]
@@ -77,7 +76,7 @@ class Lane:
         return waiting[self._late[0][-1]]
 
     def left(self, ticket: int) -> None:
-        """Take out a sequence. Tickets that it may leave in the heaps are bounded."""
+        """Remove a sequence. The number of tickets left behind in the heaps is bounded."""
         waiting = self._waiting
         del waiting[ticket]
         if len(self._heap) + len(self._late) > 2 * len(waiting) + 64:
@@ -88,29 +87,29 @@ class Lane:
 
 
 class WaitingQueue:
-    """Sequences that wait for a row, preempted ones included. Written by the scheduler. No operation takes longer for a
-    long queue.
+    """Sequences that wait for a row, including preempted ones. Written by the scheduler. No operation gets slower with
+    the length of the queue.
 
-    Of a new request only the first sequence waits here. The others follow when the prompt has been computed.
+    Only the first sequence of a new request waits here. The others follow when the prompt has been computed.
     """
 
     def __init__(self, quality: QualityOfService | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives the time that deadlines are in, in seconds."""
+        """`clock` returns the time, in seconds, that deadlines refer to."""
         self.quality = quality if quality is not None and quality.enabled else None
         self._clock = clock
         self.deadlines = Deadlines()
         """Written by the engine loop, as requests end."""
         self._waiting: OrderedDict[Sequence, tuple[float, int, int]] = OrderedDict()
-        """Sequence -> (time of its arrival here, known tokens then, ticket); the longest wait comes first."""
+        """Sequence -> (time of its arrival here, known tokens then, ticket); longest wait first."""
         self._lanes: defaultdict[User | None, Lane] = defaultdict(Lane)
-        """One for each user, or a single one without quality of service."""
+        """One lane per user, or a single one without quality of service."""
         self._num_pushed = 0
         self._passed = 0
-        """Later requests admitted while the first of `_waiting` has been the first."""
+        """Later requests admitted while the head of `_waiting` has stayed the same."""
         self._passed_rows: dict[int, float] = {}
-        """Ids of requests whose prompt the last step left out -> time of the first such step; the oldest id first."""
+        """Ids of requests whose prompt the last step left out -> time of the first such step; oldest id first."""
         self._rows_passed = 0
-        """Steps that computed prompts of later requests while the first of `_passed_rows` has been the first."""
+        """Steps that computed prompts of later requests while the head of `_passed_rows` has stayed the same."""
         self.num_requests = 0
         """Requests whose first sequence waits."""
         self.num_tokens = 0
@@ -136,27 +135,27 @@ class WaitingQueue:
             self.quality.joins(user)
 
     def first(self) -> Sequence | None:
-        """Return the sequence that is next, or None if none waits."""
+        """Return the next sequence, or None if none waits."""
         if not self._waiting:
             return None
         patient = self._out_of_patience()
         return patient if patient is not None else self._first_by_rule()
 
     def first_of_groups(self) -> Sequence | None:
-        """Return the sequence that is next by quality of service, for which rows of later groups may be preempted.
-        None without one, or if it cannot meet its deadline."""
+        """Return the next sequence by quality of service, for which rows of later groups may be preempted. None without
+        quality of service, or if the sequence cannot meet its deadline."""
         if not self._waiting or self.quality is None:
             return None
         first = self._first_by_rule()
         return None if self._comes_too_late(first) else first
 
     def _first_by_rule(self) -> Sequence:
-        """Return the sequence that is next unless one is out of patience."""
+        """Return the next sequence unless one is out of patience."""
         user = None if self.quality is None else self.quality.next_user()
         return self._lanes[user].first(self._comes_too_late)
 
     def _out_of_patience(self) -> Sequence | None:
-        """Return the sequence that has waited longest, if it is its turn."""
+        """Return the sequence that has waited longest, if its turn has come."""
         if self._passed >= MAX_PASSED:
             longest, (since, _, _) = next(iter(self._waiting.items()))
             if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):
@@ -168,7 +167,7 @@ class WaitingQueue:
         return deadline is not None and self._clock() + MARGIN * self.deadlines.seconds(sequence) > deadline
 
     def admit(self, sequence: Sequence, num_to_compute: int) -> None:
-        """Take out a sequence that was admitted. `num_to_compute` of its known tokens are not cached."""
+        """Remove a sequence that was admitted. `num_to_compute` of its known tokens are not cached."""
         user = sequence.request.policy.user
         if user is not None and sequence.last_step < 0:
             user.current += num_to_compute
@@ -179,8 +178,8 @@ class WaitingQueue:
         self.discard(sequence)
 
     def pass_over(self, left: Items[Sequence], chosen: Items[tuple[Sequence, int]]) -> None:
-        """Note that a step computes prompts of `chosen`, and nothing of `left`, whose sequences have rows too. The
-        oldest of these gets precedence after as long as in the queue."""
+        """Record that a step computes prompts of `chosen` and nothing of `left`, whose sequences also have rows. The
+        oldest of these gets precedence after the same patience as in the queue."""
         if not left:
             self._passed_rows.clear()
             return
@@ -199,7 +198,7 @@ class WaitingQueue:
             oldest.keeps_row = True
 
     def discard(self, sequence: Sequence) -> None:
-        """Take out the sequence, if it waits."""
+        """Remove the sequence if it waits."""
         if sequence not in self._waiting:
             return
         if sequence is next(iter(self._waiting)):
@@ -224,7 +223,7 @@ class WaitingQueue:
             user.queued_tokens += tokens
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Count one more token as used for each occurrence of a sequence."""
+        """Charge one more token for each occurrence of a sequence."""
         if self.quality is not None:
             self.quality.move_on()
             for sequence in sequences:
