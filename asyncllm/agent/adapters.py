@@ -1,19 +1,19 @@
-"""AdapterPool: the LoRA adapters of a model that lie in host memory, and of these some in slots on the device.
+"""AdapterPool: the LoRA adapters of a model in host memory, some of which are also in slots on the device.
 
-Which ones do is the engine's choice: it has them read and dropped, and names adapter and slot with each sequence
-(`SlotStart`). Reading goes on in a thread of its own, beside the steps, which do not know of an adapter before. On a
-GPU an adapter comes up on a stream of its own: behind the last step that reads its slot, beside all others, and ahead
-of the step that brings it. That one is launched while the step before it runs, which as a rule takes longer than the
-copy. What a step that was never launched should have brought up, the next start that names it brings.
+The engine decides which adapters those are: it loads and drops adapters, and names adapter and slot with each sequence
+(`SlotStart`). Reading runs in its own thread while steps run; no step names an adapter before it has been read. On a
+GPU an adapter is uploaded on a separate stream: after the last step that reads its slot, concurrently with all other
+steps, and before the step that starts the sequence. That step is launched while the previous one runs, which usually
+takes longer than the copy. If a step was never launched, the next start that names the adapter uploads it.
 
-A slot has room for the factors of every adapted layer. The slots of a factor lie side by side, as a launch reads all of
-them:
+A slot has space for the factors of every adapted layer. The slots of a factor are adjacent, because one launch reads
+all of them:
 
     host    | layer 0: A | B | layer 1: A | B | ...                     an adapter
     device  | layer 0: A of all slots | B of all slots | layer 1: ...   layers see [slots, ...] views
     ranks   [slots, layers]
 
-An adapter comes up in one copy, and its factors go to their places in a launch or a few.
+An adapter is uploaded in one copy, and one launch or a few move its factors to their places.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ NO_ADAPTER = 0
 """The number of an adapter that adds nothing, for steps that only compile kernels."""
 
 _LEAST_RANK = 16
-"""Lowest rank of a slot: tensor cores multiply no narrower matrices."""
+"""Lowest rank of a slot: tensor cores cannot multiply narrower matrices."""
 
 _ALIGNMENT = 16
-"""Matrices begin at a multiple of this many numbers, as kernels assume an alignment of 16 bytes."""
+"""Matrices begin at multiples of this many numbers, because kernels assume an alignment of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """What decides on the slots of an adapter given at start. Its tensors are read again once there are slots: all of
-    them at a time may take more memory than there is."""
+    """The properties of an initial adapter that determine the slots. Its tensors are read again once the slots exist,
+    because the tensors of all adapters together may not fit in memory."""
 
     rank: int
     layers: frozenset[str]
@@ -86,11 +86,12 @@ class _Host:
 
 
 class AdapterPool:
-    """Written by the thread that launches steps, or carries out commands while none runs; `_host` by any thread."""
+    """Written by the thread that launches steps, or that carries out commands while none runs; `_host` by any
+    thread."""
 
     def __init__(self, config: EngineConfig, opened: OpenedModel) -> None:
-        """Read the adapters of `config.adapters`, numbered from 1 in their order, and give the layers that they target
-        slots; all linear layers that can have some if there are none.
+        """Read the adapters of `config.adapters`, numbered from 1 in order, and create slots for the layers that they
+        target; without adapters, for every linear layer that can have them.
 
         Raises ModelError, and InvalidParameter for a rank above `max_lora_rank`.
         """
@@ -107,7 +108,7 @@ class AdapterPool:
         targets = {path for outline in read.values() for path in outline.layers}
         self._places: list[_Place] = []
         self._size = 0
-        """Size of a slot in numbers."""
+        """Number of numbers in a slot."""
         for path, layer in _linear_layers(model).items():
             if path in targets or not targets:
                 self._places.append(self._place(path, layer))
@@ -119,7 +120,7 @@ class AdapterPool:
         if self._device.type == "cuda":
             self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._arrived = torch.empty(0, dtype=self._dtype)
-        """The adapter that `uploads` has brought up last, as it lay in host memory; empty without such a stream."""
+        """The adapter that `uploads` copied last, laid out as in host memory; empty without such a stream."""
         self._last_read: dict[int, torch.cuda.Event] = {}
         """Slot -> the end of the last launched step that reads it."""
         for name, folder in paths.items():
@@ -136,7 +137,7 @@ class AdapterPool:
         self.allocate()
 
     def limits(self) -> dict[str, Any]:
-        """Return the fields of `Limits` that are about adapters."""
+        """Return the fields of `Limits` that concern adapters."""
         return {
             "num_adapter_slots": self.num_slots,
             "num_host_adapters": self._num_host,
@@ -144,7 +145,7 @@ class AdapterPool:
         }
 
     def _host_room(self, config: EngineConfig, num_ranks: int) -> int:
-        """Return how many adapters host memory is to hold. Raises InvalidParameter if that is none."""
+        """Return how many adapters host memory holds. Raises InvalidParameter if it holds none."""
         size = self._size * self._dtype.itemsize
         most = config.lora_host_mb * 2**20 or available_memory(torch.device("cpu")) // 4
         room = most // (size * num_ranks)
@@ -164,7 +165,7 @@ class AdapterPool:
         return _Place(path, layer, *starts)
 
     def allocate(self) -> None:
-        """Allocate the slots, and give the layers their views. Raises ModelError if there is not enough memory."""
+        """Allocate the slots, and give the layers their views. Raises ModelError if memory is short."""
         num_slots, room = self.num_slots, self._room
         try:
             self._values = torch.zeros(num_slots * self._size, dtype=self._dtype, device=self._device)
@@ -177,7 +178,7 @@ class AdapterPool:
                 f"free. Lower max_loras or max_lora_rank."
             ) from error
         self._ranks = torch.zeros(num_slots, len(self._places), dtype=torch.int32, device=self._device)
-        self.read_by_steps(range(num_slots))  # so that the first upload comes after the zeros
+        self.read_by_steps(range(num_slots))  # The first upload has to come after the zeros.
         for index, place in enumerate(self._places):
             layer = place.layer
             a = self._of_slots(place.a).view(num_slots, -1, layer.in_features)
@@ -203,8 +204,8 @@ class AdapterPool:
         self._values = self._arrived = self._ranks = torch.empty(0)
 
     def load(self, adapter: LoadAdapter) -> str:
-        """Read an adapter into host memory, and return the digest of its files. In any thread, while steps run. Raises
-        ModelError and InvalidParameter; nothing is changed then."""
+        """Read an adapter into host memory, and return the digest of its files. Callable from any thread, while steps
+        run. Raises ModelError and InvalidParameter, and then changes nothing."""
         files = AdapterFiles.read(Path(adapter.path), self._model)
         if adapter.digest not in ("", files.digest):
             raise InvalidCheckpoint(
@@ -215,7 +216,7 @@ class AdapterPool:
         return files.digest
 
     def drop(self, number: int) -> None:
-        """Free the host memory of an adapter, which no unread step names. In any thread."""
+        """Free the host memory of an adapter that no unread step names. Callable from any thread."""
         self._host.pop(number, None)
 
     def put(self, number: int, slot: int) -> None:
@@ -240,7 +241,7 @@ class AdapterPool:
         self._ranks[slot].copy_(host.ranks, non_blocking=True)
 
     def read_by_steps(self, slots: Iterable[int]) -> None:
-        """Note that the present work of the current stream reads, or writes, these slots."""
+        """Note that the work enqueued so far on the current stream reads or writes these slots."""
         if self.uploads is not None:
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
@@ -255,7 +256,7 @@ class AdapterPool:
             )
 
     def _packed(self, files: AdapterFiles) -> _Host:
-        """Return an adapter as it lies in a slot."""
+        """Return an adapter in the layout of a slot."""
         self._check_rank(files.rank)
         room, known = self._room, {place.path for place in self._places}
         lacking = [path for path in files.layers if path not in known]

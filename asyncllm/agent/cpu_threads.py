@@ -1,7 +1,7 @@
-"""How many threads torch's operators get on a CPU, for the thread that runs the steps.
+"""The number of threads of torch's operators on a CPU, for the thread that runs the steps.
 
-Every operator ends in a barrier, so one thread that has to wait for a core stops all of them. Tokens a second on two
-shared cores by 1 and by 2 threads, at a load of 1.2 to 1.6 and of 3.3 to 5.3:
+Every operator ends in a barrier, so one thread that has to wait for a core stops all of them. Tokens per second on two
+shared cores with 1 and 2 threads, at a load of 1.2 to 1.6 and of 3.3 to 5.3:
 
     load                          1.4           4
     parameters   threads            1       2       1      2
@@ -15,9 +15,9 @@ shared cores by 1 and by 2 threads, at a load of 1.2 to 1.6 and of 3.3 to 5.3:
                  16 requests      174     225
                  a prompt         427     767
 
-So the cores that others leave are taken, no more than a model has work for. In torch's OpenMP builds (2.13 was looked
-at) the number belongs to the thread that sets it and to threads that use torch for the first time afterwards; these get
-back what they would have had.
+Therefore steps use the cores that are idle, but no more than the model has work for. In torch's OpenMP builds (checked
+in 2.13) the number belongs to the thread that sets it and to threads that use torch for the first time afterwards;
+those get their original number back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["ThreadChoice", "allowed_cores", "choose_threads", "cpu_quota", "sett
 logger = logging.getLogger("asyncllm")
 
 PARAMETERS_PER_THREAD = 4_000_000
-"""Fewer make parts of operators that take as long as the barrier behind them."""
+"""With fewer, the parts of an operator take no longer than the barrier after them."""
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -54,17 +54,17 @@ _settled: weakref.WeakSet[DecoderLM] = weakref.WeakSet()
 
 
 class ThreadChoice(NamedTuple):
-    """A number of threads, and why it is that."""
+    """A number of threads, and the reason for it."""
 
     threads: int
     why: str
     chosen: bool
-    """Whether it is chosen here, and not what was set before."""
+    """Whether the number was chosen here, rather than set before."""
 
 
 def settle_threads(config: EngineConfig, model: DecoderLM, device: torch.device) -> None:
-    """Give the calling thread, which will run the steps of `model`, its number of threads, and log it. On a GPU there
-    is nothing to choose; raises InvalidParameter if `cpu_threads` asks for it."""
+    """Set and log the number of threads of the calling thread, which will run the steps of `model`. On a GPU there is
+    nothing to set; raises InvalidParameter if `cpu_threads` asks for it."""
     if device.type != "cpu":
         if config.cpu_threads:
             raise InvalidParameter(
@@ -79,7 +79,7 @@ def settle_threads(config: EngineConfig, model: DecoderLM, device: torch.device)
     if choice.chosen or config.cpu_threads:
         before = torch.get_num_threads()
         torch.set_num_threads(choice.threads)
-        # Threads to come take the number that was set last, in any thread.
+        # New threads take the number that was set last, by any thread.
         restore = threading.Thread(target=torch.set_num_threads, args=(before,), name="asyncllm-threads")
         restore.start()
         restore.join()
@@ -87,7 +87,7 @@ def settle_threads(config: EngineConfig, model: DecoderLM, device: torch.device)
 
 
 def choose_threads(config: EngineConfig, num_parameters: int, *, others: int = 0) -> ThreadChoice:
-    """Return the threads for a model of so many parameters, beside `others` models that compute in this process."""
+    """Return the threads for a model of this size, next to `others` models that compute in this process."""
     if config.cpu_threads:
         return ThreadChoice(config.cpu_threads, f"cpu_threads={config.cpu_threads}.", False)
     for variable in VARIABLES:
@@ -107,7 +107,7 @@ def choose_threads(config: EngineConfig, num_parameters: int, *, others: int = 0
 
 
 def allowed_cores() -> int:
-    """Return how many cores' worth of time this process may use, at least one."""
+    """Return how many cores' worth of CPU time this process may use, at least one."""
     quota = cpu_quota()
     return _cores() if quota is None else min(_cores(), max(1, int(quota)))
 
@@ -120,7 +120,7 @@ def _cores() -> int:
 
 
 def _defaults() -> set[int]:
-    """Return numbers of threads that torch may have chosen by itself: logical cores, or physical ones."""
+    """Return the thread counts that torch may have chosen by itself: logical or physical cores."""
     logical = _cores()
     siblings = set()
     for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
@@ -132,9 +132,10 @@ def _defaults() -> set[int]:
 
 
 def _load() -> float:
-    """Return how many other threads of this machine compute or wait for a core, on average of a tenth of a second.
+    """Return how many other threads of this machine compute or wait for a core, averaged over a tenth of a second.
 
-    Where the system does not say, it is the average of the last minute, in which work may be that has ended since."""
+    Where the system does not report this, return the load average of the last minute, which may include finished
+    work."""
     try:
         return sum(_num_runnable() for _ in range(_LOOKS)) / _LOOKS
     except (OSError, ValueError, IndexError):
@@ -146,15 +147,14 @@ def _load() -> float:
 
 
 def _num_runnable() -> int:
-    """Return how many other threads compute or wait for a core a moment from now."""
+    """Return how many other threads compute or wait for a core at the moment."""
     time.sleep(_BETWEEN_LOOKS_S)
     running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
     return int(running) - 1
 
 
 def cpu_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the cores' worth of time that control groups, version 1 or 2, give this process; None: as much as there
-    is."""
+    """Return the cores' worth of CPU time that control groups, version 1 or 2, allow this process; None: no limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -164,14 +164,14 @@ def cpu_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/
 
 
 def _folders(line: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of a group "id:controllers:/path" that bound its CPU time: its own and those above."""
+    """Yield the folders of a group "id:controllers:/path" that limit its CPU time: its own and its ancestors'."""
     _, _, rest = line.partition(":")
     controllers, _, path = rest.partition(":")
     if controllers and "cpu" not in controllers.split(","):
         return
     for mount in (controllers, "cpu") if controllers else ("",):
         folder = root / mount / path.strip("/")
-        # In a container the path may be that of the host, and what applies lies at the mount itself.
+        # In a container the path may be the host's, and the limits that apply are at the mount point itself.
         yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root / mount))
 
 
@@ -181,7 +181,7 @@ def _quota(folder: Path) -> float | None:
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        # "max" and -1 are no bound.
+        # "max" and -1 mean no limit.
         return float(quota) / float(period) if float(quota) > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -1,9 +1,9 @@
 """StepExecutor: runs the steps of an agent for the event loop, with the help of one thread.
 
 On a CPU the thread computes the steps. On a GPU the event loop's thread launches them, and the step thread waits for
-them, in a call that sleeps in the driver. A launch is a few hundred short calls, each of which releases the interpreter
-lock. In another thread each would have to get the lock back from whatever else runs: 30 such calls take 37 us alone,
-and 5.3 ms beside a thread of busy Python at the interpreter's default switch interval.
+them in a call that sleeps in the driver. A launch consists of a few hundred short calls, each of which releases the
+interpreter lock. In another thread, each call would have to win the lock back from other threads: 30 such calls take 37
+us alone, and 5.3 ms next to a thread of busy Python at the interpreter's default switch interval.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LaunchedStep(Protocol):
 
     @property
     def launched(self) -> bool:
-        """Whether the whole step is launched. A part of it may wait for `Agent.resume`."""
+        """Whether the whole step is launched. Part of it may wait for `Agent.resume`."""
 
     def wait(self) -> None:
         """Block until the device is done with the step."""
@@ -57,10 +57,10 @@ class LaunchedStep(Protocol):
 
 
 class Agent(Protocol):
-    """What a `StepExecutor` drives: `ModelAgent`, or a fake.
+    """The interface that a `StepExecutor` drives: `ModelAgent`, or a fake.
 
-    The step thread makes it, and carries out commands while no step is in flight. If the agent runs ahead, the event
-    loop's thread launches its steps, else the step thread does.
+    The step thread creates it, and carries out commands while no step is in flight. If the agent runs ahead, the event
+    loop's thread launches its steps; otherwise the step thread does.
     """
 
     @property
@@ -72,7 +72,7 @@ class Agent(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """Whether `launch` must wait for `resume`, or for a step to be read. False if all steps are read."""
+        """Whether `launch` must wait for `resume` or for a step to be read. False when all steps are read."""
 
     def launch(self, batch: Batch, /) -> LaunchedStep: ...
 
@@ -80,22 +80,22 @@ class Agent(Protocol):
         """Carry out a command. An AsyncLLMError means that nothing has changed."""
 
     def load_adapter(self, adapter: LoadAdapter, /) -> str:
-        """Read an adapter into host memory, in a thread of its own, and return the digest of its files."""
+        """Read an adapter into host memory and return the digest of its files. Called in a separate thread."""
 
     def drop_adapter(self, number: int, /) -> None:
-        """Free the host memory of an adapter, in any thread."""
+        """Free the host memory of an adapter. Called in any thread."""
 
     def resume(self) -> LaunchedStep | None:
-        """Complete the launch of a step that is launched in part. None if there is none, or if it has to wait still."""
+        """Complete the launch of a partly launched step. Return None if there is none, or if it still has to wait."""
 
     def survives(self, error: BaseException, /) -> bool:
-        """Return whether the agent can go on after `launch`, `resume` or a step's `output` has raised this error."""
+        """Return whether the agent can continue after `launch`, `resume` or a step's `output` has raised this error."""
 
 
 class LostSteps:
     """Steps that must not run, because they build on a failed one.
 
-    The slots of their rows may never have been started, or have block tables and positions of a former owner, so that
+    The slots of their rows may never have been started, or may hold block tables and positions of a former owner, so
     such a step would write where others read.
     """
 
@@ -114,10 +114,10 @@ class LostSteps:
 
 
 class StepExecutor:
-    """States: new, running from the end of `start` on, perhaps dead, then closed.
+    """States: new, running once `start` has returned, possibly dead, then closed.
 
-    `load` makes the agent in the step thread, and `release` is called there when the agent is gone. State is written
-    by the event loop's thread; the step thread hands an agent that runs ahead over before `start` returns.
+    `load` creates the agent in the step thread, and `release` is called there when the agent is gone. The event loop's
+    thread writes the state; the step thread hands over an agent that runs ahead before `start` returns.
     """
 
     isolated = False
@@ -127,14 +127,14 @@ class StepExecutor:
         self._thread: StepThread[Any] = StepThread(partial(_load, load, self._loaded), release=release)
         """Computes steps, or waits for launched ones."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop in which `start` was called."""
+        """The event loop that called `start`."""
         self._running = False
         self._launches = False
-        """Whether the event loop's thread launches steps. Stays True when the agent is gone."""
+        """Whether the event loop's thread launches steps. Stays True after the agent is gone."""
         self._held: deque[_Step] = deque()
         """Steps that cannot be launched yet."""
         self._unfinished: _Step | None = None
-        """The step that is launched in part."""
+        """The partly launched step."""
         self._lost = LostSteps()
         """Written by the thread that launches steps."""
         self._waited: deque[asyncio.Future[None]] = deque()
@@ -142,17 +142,18 @@ class StepExecutor:
         self._launch_error: BaseException | None = None
         """The first error that the agent did not survive. Nothing is launched after it."""
         self._step_error: BaseException | None = None
-        """Such an error of a launched step. Steps launched after it are not read."""
+        """Such an error from a launched step. Steps launched after it are not read."""
         self._readings: set[asyncio.Task[str]] = set()
-        """Of adapters, under way."""
+        """Readings of adapters under way."""
         self._on_step: Callable[[], None] = lambda: None
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
-        """See `Executor`. `on_death` is never called, as only the error of a step or a command ends the thread."""
+        """See `Executor`. `on_death` is never called, because only an error of a step or command ends the thread."""
         self._on_step = on_step
 
     async def start(self) -> Limits:
-        """Load the model in the step thread. Raises the error of `load`, as a ModelError unless it is asyncllm's."""
+        """Load the model in the step thread. Raises the error of `load`, as a ModelError unless it is one of
+        asyncllm's."""
         limits = await self._thread.start()
         self._loop = asyncio.get_running_loop()
         self._launches = self._loaded.agent is not None
@@ -162,7 +163,7 @@ class StepExecutor:
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Launch a step, and return the future of its output.
 
-        The future raises StepFailed, StepDropped, or an error that the agent did not survive. After the latter, all
+        The future raises StepFailed, StepDropped, or an error that the agent did not survive. After such an error, all
         later futures raise EngineDead with it as cause. Raises EngineClosed unless running.
         """
         if self._loop is None or not self._running:
@@ -179,8 +180,8 @@ class StepExecutor:
         return future
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """Carry out a command in the step thread, as it takes seconds. The caller has no step in flight, and submits
-        none before the future is done. Raises EngineClosed unless running.
+        """Carry out a command in the step thread, because it takes seconds. The caller has no step in flight, and
+        submits none until the future is done. Raises EngineClosed unless running.
         """
         if self._loop is None or not self._running:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
@@ -194,7 +195,7 @@ class StepExecutor:
         return carried_out
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Read an adapter in a thread of its own. Raises EngineClosed unless running."""
+        """Read an adapter in a separate thread. Raises EngineClosed unless running."""
         if self._loop is None or not self._running:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
         reading = self._loop.create_task(self._load_adapter(adapter), name="asyncllm-adapter")
@@ -208,12 +209,12 @@ class StepExecutor:
                 raise dead(self._launch_error)
             load = self._loaded.agent.load_adapter
         else:
-            # The step thread alone refers to its agent; another one does for as long as it reads.
+            # Normally only the step thread refers to its agent; this thread does too while it reads.
             load = await self._thread.submit(_loader)
         return await in_thread(partial(_read_adapter, load, adapter))
 
     def drop_adapter(self, number: int) -> None:
-        """Free the host memory of an adapter. An executor that does not run any more has none."""
+        """Free the host memory of an adapter. An executor that no longer runs has none."""
         if self._loop is None or not self._running:
             return
         if not self._launches:
@@ -222,7 +223,7 @@ class StepExecutor:
             self._loaded.agent.drop_adapter(number)
 
     async def close(self) -> None:
-        """Let the launched steps finish, drop the others, end the thread, release the memory. Idempotent."""
+        """Let the launched steps finish, drop the others, end the thread, release memory. Idempotent."""
         here = self._loop is asyncio.get_running_loop()
         if self._loop is not None and self._running:
             self._running = False
@@ -230,7 +231,7 @@ class StepExecutor:
             if here:
                 self._drop(closed)
             else:
-                # Futures belong to their own loop. No task waits for them if that loop is closed.
+                # Futures belong to their own event loop. If that loop is closed, no task waits for them.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._drop, closed)
         self._loaded.close()
@@ -238,18 +239,18 @@ class StepExecutor:
             if here and self._readings:
                 await asyncio.wait(self._readings)
             if here and self._waited:
-                # The thread drops what it is not waiting for yet when it is told to end.
+                # When told to end, the thread drops the steps it is not waiting for yet.
                 await asyncio.wait(self._waited)
         finally:
             await self._thread.close()
             if not here:
-                # Their callbacks are not called any more, and would keep the agent.
+                # Their callbacks are no longer called, and would keep the agent alive.
                 self._waited.clear()
 
     def _launch(self) -> None:
         """Launch all steps that can be launched.
 
-        This function has no variable for the agent, because the traceback of an error keeps its frame.
+        This function has no variable for the agent, because the traceback of an error keeps its frame alive.
         """
         if self._unfinished is not None and self._loaded.agent is not None:
             pending, failure = attempt(self._loaded.agent.resume)
@@ -267,7 +268,7 @@ class StepExecutor:
             self._go_on(step, *attempt(self._loaded.agent.launch, step[0]))
 
     def _go_on(self, step: _Step, pending: LaunchedStep | None, failure: BaseException | None) -> None:
-        """Watch a launched step, keep one that is launched in part, or handle the failure of a launch."""
+        """Watch a launched step, hold a partly launched one, or handle a failed launch."""
         batch, future = step
         if pending is None:
             assert failure is not None
@@ -286,16 +287,16 @@ class StepExecutor:
         self._waited.append(self._thread.submit(partial(_wait, pending=pending), then=then))
 
     def _step_over(self, future: asyncio.Future[StepOutput], pending: LaunchedStep) -> None:
-        """Go on when the device is done with the oldest launched step."""
+        """Continue when the device is done with the oldest launched step."""
         self._read(future, pending)
         del pending
         self._on_step()
 
     def _read(self, future: asyncio.Future[StepOutput], pending: LaunchedStep) -> None:
-        """Read the oldest launched step, and launch what waited for that."""
+        """Read the oldest launched step, and launch the steps that waited for that."""
         error = self._waited.popleft().exception()
         if isinstance(error, EngineClosed):
-            # Dropped by the thread, because `close` was cancelled.
+            # The thread dropped it, because `close` was cancelled.
             set_seen_exception(future, error)
             return
         if self._step_error is not None:
@@ -305,7 +306,7 @@ class StepExecutor:
         output: StepOutput | None = None
         if arrived:
             output, error = attempt(pending.output)
-        # The traceback of an error keeps this frame, and the step refers to the model.
+        # The traceback of an error keeps this frame alive, and the step refers to the model.
         del pending
         if error is None:
             set_result(future, output)
@@ -321,7 +322,7 @@ class StepExecutor:
         return self._loaded.agent is not None and self._loaded.agent.survives(error)
 
     def _die(self, future: asyncio.Future[Any], error: BaseException) -> None:
-        """Launch no step after this error of a step, or of a command that failed halfway."""
+        """Launch no more steps after this error of a step, or of a command that failed halfway."""
         set_exception(future, error)
         if self._launch_error is None:
             self._launch_error = error
@@ -329,13 +330,13 @@ class StepExecutor:
             self._drop(dead(error))
 
     def _look_at(self, carried_out: asyncio.Future[None]) -> None:
-        """Handle the end of a command: it was carried out or refused, or it failed halfway."""
+        """Handle the end of a command that was carried out, refused, or failed halfway."""
         error = None if carried_out.cancelled() else carried_out.exception()
         if error is not None and not isinstance(error, AsyncLLMError):
             self._die(carried_out, error)
 
     def _drop(self, error: BaseException) -> None:
-        """End the steps that are not launched with this error."""
+        """End the unlaunched steps with this error."""
         if self._unfinished is not None:
             set_seen_exception(self._unfinished[1], error)
             self._unfinished = None
@@ -347,7 +348,7 @@ def compute(agent: Agent, batch: Batch, lost: LostSteps) -> StepOutput:
     """Run a step from its launch to its output. All earlier steps have been read.
 
     Raises StepFailed for an error that the agent survives, StepDropped for steps that build on such a step, and any
-    other error as it is.
+    other error unchanged.
     """
     lost.check(batch)
     try:
@@ -362,7 +363,7 @@ def compute(agent: Agent, batch: Batch, lost: LostSteps) -> StepOutput:
 
 
 def _step_failed(cause: BaseException) -> StepFailed:
-    """Return the error of a step that failed of `cause`, which the agent survives."""
+    """Return the error of a step that failed because of `cause`, which the agent survives."""
     error = StepFailed("A step failed; the cause is chained.")
     error.__cause__ = cause
     return error
@@ -373,7 +374,7 @@ def _wait(_: _Waiter, pending: LaunchedStep) -> None:
 
 
 def _carry_out(launching: Agent | None, command: Command, runner: Any) -> None:
-    """Carry out a command in the step thread: with `launching`, the agent of the event loop, or else with the thread's
+    """Carry out a command in the step thread, with `launching`, the agent of the event loop, or else with the thread's
     own agent."""
     (launching if launching is not None else runner).carry_out(command)
 
@@ -392,7 +393,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 
 def _read_adapter(load: Callable[[LoadAdapter], str], adapter: LoadAdapter) -> str:
-    """Read an adapter. Whatever goes wrong is an AsyncLLMError, as nothing has changed."""
+    """Read an adapter. Every error becomes an AsyncLLMError, because nothing has changed."""
     try:
         return load(adapter)
     except AsyncLLMError:
@@ -402,17 +403,17 @@ def _read_adapter(load: Callable[[LoadAdapter], str], adapter: LoadAdapter) -> s
 
 
 class _Handover:
-    """Passes an agent that runs ahead from the step thread, which makes it, to the event loop's. `close` may come in
+    """Passes an agent that runs ahead from the step thread, which creates it, to the event loop. `close` may happen in
     between."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        """None before it is made, and once it must not be used any more."""
+        """None before it is created, and once it must not be used any more."""
         self.closed = False
 
     def put(self, agent: Agent) -> None:
         self.agent = agent
-        # Checked after the assignment, as `close` may come in between.
+        # Checked after the assignment, because `close` may happen in between.
         if self.closed:
             self.agent = None
 
@@ -422,7 +423,7 @@ class _Handover:
 
 
 class _Waiter:
-    """The step thread's runner in place of an agent that it has handed over, and that may be gone."""
+    """Replaces, in the step thread, an agent that has been handed over and may be gone."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -446,8 +447,8 @@ def open_executor(
 ) -> Executor:
     """Return the executor of a model in this process, not started. `model_path` is the checkpoint's folder.
 
-    `wrap` may replace the agent when it is made. `meeting` is where a rank, which has a share of the model, meets the
-    other ranks.
+    `wrap` may replace the agent when it is created. `meeting` is where a rank, which has a share of the model, meets
+    the other ranks.
     """
     group: TorchGroup | None = None
 
@@ -463,8 +464,8 @@ def open_executor(
             joined = TorchGroup(meeting, choose_device(config))
         times.lap("import")
         agent: Agent = ModelAgent(config, model_path, times=times, group=joined)
-        # A rank that cannot load stays in the group until its process ends: others would fail for lack of it, and
-        # their errors might be told before its own.
+        # A rank that cannot load stays in the group until its process ends. Otherwise the others would fail for lack of
+        # it, and their errors might be reported before its own.
         group = joined
         return agent if wrap is None else wrap(agent)
 
@@ -477,7 +478,7 @@ def open_executor(
 
 
 def _release_memory() -> None:
-    """Return unused device memory to the system. A lost device returns none."""
+    """Return unused device memory to the system. A lost device cannot return any."""
     import gc
 
     import torch

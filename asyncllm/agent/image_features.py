@@ -1,4 +1,4 @@
-"""ImageFeatures: a cache on the device of the vision tower's features, by content of images."""
+"""ImageFeatures: a cache of the vision tower's features on the device, keyed by the content of images."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from asyncllm.vl.tower import PlannedTower, VisionTower
 __all__ = ["AT_ONCE", "ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
-"""Most bytes of features beyond those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
+"""Maximum size of cached features besides those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
 
 _SIDES = (((64, 64),), ((336, 336),), ((672, 448),), ((64, 64), (96, 60)), ((336, 336), (620, 440)))
-"""Width and height of the images of the warm-up, together and alone: attention has kernels of its own for few patches
-and for many, of one length and of several."""
+"""Width and height of the images of the warm-up, together and alone: attention has different kernels for few and for
+many patches, and for equal and unequal lengths."""
 _LARGEST = (1344, 1008)
 
 AT_ONCE = 2 * LARGEST
-"""Numbers of the pixels of a batch, which has one image at least. 4 pictures of 448 x 448 leave two fifths of the
-multiprocessors without a tile in the second wave of a product of 1,024 features, 8 leave none."""
+"""Maximum pixel values in a batch, which has at least one image. With 4 images of 448 x 448, two fifths of the
+multiprocessors have no tile in the second wave of a product of 1,024 features; with 8 images, all have one."""
 
 
 class ImageFeatures:
-    """Encodes images when a chunk first reaches them, as many at once as fill the device, and keeps the latest
-    features, for further chunks and for requests with the same image. Used by the thread that launches steps."""
+    """Encodes images when a chunk first reaches them, as many at once as fill the device, and caches the most recent
+    features for further chunks and for requests with the same image. Used by the thread that launches steps."""
 
     def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
-        """`max_batch_size`: most images that the tower encodes at once."""
+        """`max_batch_size`: maximum number of images that the tower encodes at once."""
         self._graphs = TowerGraphs(tower) if isinstance(tower, PlannedTower) else None
         self._encode = tower.encode if self._graphs is None else self._graphs.encode
         self._max_batch_size = max_batch_size
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
-        """Digest -> features, the latest last."""
+        """Digest -> features, most recent last."""
         self._num_bytes = 0
 
     def of_step(self, batch: Batch) -> Tensor | None:
-        """Return the features of all image tokens of a step, in order [F, hidden]; None for a step without any."""
+        """Return the features of all image tokens of a step, in order [F, hidden]; None for a step without images."""
         parts = [part for row in batch.prefill if row.images for part in image_parts(row)]
         if not parts:
             return None
@@ -68,10 +68,10 @@ class ImageFeatures:
         return joined
 
     def measure(self, folder: Path, overrides: Mapping[str, Any] | None) -> int:
-        """Return the bytes of the device that images take: kept features, and the largest batch of the tower at its
-        peak, of whole screens as the family prepares them. `folder` is the checkpoint's.
+        """Return the bytes of device memory that images take: cached features, and the peak of the largest batch of the
+        tower, made of whole screens as the family prepares them. `folder` is the checkpoint's.
 
-        Compiles the kernels of the tower, each of which would block the event loop for a second.
+        Compiles the tower's kernels, each of which would otherwise block the event loop for a second.
         """
         processor = open_processor(folder, overrides)
         if processor is None:
@@ -84,23 +84,23 @@ class ImageFeatures:
         before = torch.cuda.memory_allocated()
         self._encode(self._batches([largest] * self._max_batch_size)[0])
         torch.cuda.synchronize()
-        # The graphs' memory is as much again, at most.
+        # Graphs take at most the same amount again.
         return (1 + (self._graphs is not None)) * (torch.cuda.max_memory_allocated() - before) + MAX_CACHED_BYTES
 
     def counts(self, batch: Batch) -> dict[int, int]:
-        """Return slot -> number of image tokens, for the rows of a step that have any."""
+        """Return slot -> number of image tokens, for the rows of a step that have images."""
         counts = {row.slot: sum(part.last - part.first for part in image_parts(row)) for row in batch.prefill}
         return {slot: count for slot, count in counts.items() if count}
 
     def clear(self) -> None:
-        """Forget all features, as weights change or memory is freed."""
+        """Forget all features, because weights change or memory is freed."""
         self._cached.clear()
         self._num_bytes = 0
         if self._graphs is not None:
             self._graphs.clear()
 
     def _batches(self, images: Sequence[PromptImage]) -> list[list[PromptImage]]:
-        """Return the images in batches to encode together: not more than allowed, nor more than pay."""
+        """Return the images in batches to encode together, no larger than allowed and no larger than worthwhile."""
         batches: list[list[PromptImage]] = []
         room = 0
         for image in images:
@@ -132,7 +132,7 @@ class ImageFeatures:
 
 
 def joint_tokens(batch: Batch) -> list[JointTokens]:
-    """Return the tokens of a step that see each other. A place of such an image is always complete in one chunk."""
+    """Return the tokens of a step that see each other. All tokens of such a place are always in one chunk."""
     joint, start = [], len(batch.decode)
     for number, row in enumerate(batch.prefill, len(batch.decode)):
         for part in image_parts(row):

@@ -1,11 +1,12 @@
-"""ModelAgent: the model side of the engine, which launches steps without waiting for any of them.
+"""ModelAgent: the model side of the engine. It launches steps without waiting for any of them.
 
     launch(N)      uploads what is new, launches forward pass, sampling and the download of the tokens
     launch(N + 1)  does the same while a GPU runs N, whose tokens it reads from the device's tables
     PendingStep N  waits for its download, and becomes a StepOutput
 
-On a GPU, decode steps are replayed from CUDA graphs, as are all layers but the last of steps with few prompt tokens.
-Longer steps are launched kernel by kernel. So is every step on a CPU, where it is computed when `launch` returns.
+On a GPU, decode steps are replayed from CUDA graphs, and so are all layers but the last of steps with few prompt
+tokens. Longer steps are launched kernel by kernel, like every step on a CPU, where the step is computed when `launch`
+returns.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, PrefillRow, S
 __all__ = ["ModelAgent"]
 
 _TOKEN_TILE = 128
-"""Matrix products of Llama-3-8B on an H200 take 0.62 us a token for 512 or 640 tokens, 0.65 us for 384, and 0.65 to
-0.92 us between these (0.92 us for 448)."""
+"""Matrix products of Llama-3-8B on an H200 take 0.62 us per token for 512 or 640 tokens, 0.65 us for 384, and 0.65 to
+0.92 us in between (0.92 us for 448)."""
 
 _FEW_BLOCKS = 2
-"""A pool to measure steps with, before the real one is sized."""
+"""Size of the pool that steps are measured with before the real one is sized."""
 
 _FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
-"""Captured parts: the two of a decode step, and the one of a step with prompt tokens."""
+"""Captured parts: the two parts of a decode step, and the one of a step with prompt tokens."""
 
 _SAMPLE_LISTS = "sample from lists"
-"""The second part of a decode step whose rows ranks need no whole logits of."""
+"""The second part of a decode step for which ranks need no whole rows of logits."""
 
 _ADAPTED = {_FORWARD: "forward with adapters", _MIXED: "mixed with adapters"}
-"""The same parts of steps in which a token has an adapter, so that adapters cost other steps nothing."""
+"""The same parts for steps in which a token has an adapter, so that adapters cost other steps nothing."""
 
 OUT_OF_MEMORY = (
     "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
@@ -67,9 +68,9 @@ OUT_OF_MEMORY = (
 
 
 class ModelAgent:
-    """A model with its KV pool, slot tables, sampling state and graphs. `limits` is what the engine has to know.
+    """A model with its KV pool, slot tables, sampling state and graphs. `limits` describes it to the engine.
 
-    One thread makes it. After that one thread, the same or another, makes all calls.
+    One thread creates it. After that, a single thread, the same or another, makes all calls.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class ModelAgent:
     ) -> None:
         """Load the checkpoint in the folder `path`, size the KV pool, capture graphs.
 
-        `model`: the loaded model, if there is one. `times`: the clock of a start that has begun already. In a `group`
-        the model is this rank's share, and all ranks run the same steps in the same order.
+        `model`: the loaded model, if there is one. `times`: the clock of a start that is already under way. In a
+        `group` the model is this rank's share, and all ranks run the same steps in the same order.
 
         Raises ModelError if the checkpoint cannot be loaded or no block fits, InvalidParameter if `session_len` asks
         for more positions than the model has.
@@ -110,8 +111,8 @@ class ModelAgent:
         tower = self.model.vision
         self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
         self._in_group = group is not None
-        """Whether other ranks take part in each step, so that this one may not change how it is computed."""
-        # A whole batch may end while the next one, in other slots, is in flight already.
+        """Whether other ranks take part in each step, so that this rank must not change how it is computed."""
+        # A whole batch may end while the next one is already in flight in other slots.
         num_slots = 2 * config.max_batch_size
         with torch.inference_mode(), self._streams.computing():
             self._placement = ModelPlacement(opened, config)
@@ -144,14 +145,14 @@ class ModelAgent:
             token_tile=_TOKEN_TILE if self._streams.on_gpu else 1,
             tokens_beside_decode=LARGEST_MIXED if self._streams.on_gpu else None,
             max_steps_in_flight=opened.steps_ahead() if self._streams.on_gpu else 2,
-            start_seconds=times.seconds,  # the clock's own dict, which gets its last entry below
+            start_seconds=times.seconds,  # The clock's own dict, which gets its last entry below.
         )
         if self._streams.on_gpu:
             self._warm_up(min(config.prefill_budget, opened.max_position))
         times.lap("capture")
 
     def _allocate_state(self, config: EngineConfig, opened: OpenedModel, num_slots: int, *, max_rows: int) -> None:
-        """Allocate the tables by slot, and the tensors that captured steps read and write."""
+        """Allocate the per-slot tables, and the tensors that captured steps read and write."""
         self._tables = SlotTables(
             num_slots=num_slots,
             max_rows=max_rows,
@@ -170,8 +171,8 @@ class ModelAgent:
         self._residual = torch.zeros(most, self.model.stream_size, dtype=self._dtype, device=self._device)
         vision, tower = self.model.config.vision, self.model.vision
         self._captured_features: Tensor | None = None
-        """[tokens, width]: where captured steps read their images' features; None if those with images are not."""
-        # What images' tokens have of their own in the layers takes their number, which no graph knows.
+        """[tokens, width]: where captured steps read image features; None if steps with images are not captured."""
+        # Image-specific weights in the layers depend on the number of image tokens, which a graph cannot.
         if vision is not None and tower is not None and vision.image_rows is None:
             self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
 
@@ -188,7 +189,7 @@ class ModelAgent:
             self._swaps = BlockTransfers(self._pool, allocate_host_pool(self._layout, self._num_host_blocks))
 
     def take_cache(self) -> None:
-        """Allocate the KV pools again. Raises ModelError or torch.OutOfMemoryError, and then holds nothing."""
+        """Allocate the KV pools again. On ModelError or torch.OutOfMemoryError, hold nothing."""
         try:
             with self._streams.launching():
                 self._allocate_pools()
@@ -197,12 +198,12 @@ class ModelAgent:
             raise
 
     def capture(self) -> None:
-        """Capture the graphs again, which hold addresses. The kernels are compiled already."""
+        """Capture the graphs again, because they hold addresses. The kernels are already compiled."""
         with self._streams.launching():
             self._graphs = self._capture()
 
     def release_cache(self) -> None:
-        """Free the KV pools and graphs. Slots that were started before must not be used any more."""
+        """Free the KV pools and graphs. Slots that were started before must not be used again."""
         self._graphs = self._swaps = None
         self._pool, self._tables.caches = [], ()
 
@@ -222,7 +223,7 @@ class ModelAgent:
         self._placement.loaded_adapters.drop(number)
 
     def _measure(self, config: EngineConfig, opened: OpenedModel) -> int:
-        """Return how many bytes steps take besides weights and KV, measured with a pool of a few blocks."""
+        """Return how many bytes steps take besides weights and KV cache, measured with a pool of a few blocks."""
         if self._streams.stream is None:
             return 0
         self._allocate_pool(_FEW_BLOCKS)
@@ -272,7 +273,7 @@ class ModelAgent:
         return graphs
 
     def _warm_up(self, max_tokens: int) -> None:
-        """Run steps of all sizes with every option, so that nothing is compiled later, in the event loop."""
+        """Run steps of all sizes with every option, so that nothing is compiled later on the event loop."""
         limits = self.limits
         for slot in (-1,) if self._placement.adapters is None else (-1, 0):
             for batch in warm_up_batches(
@@ -285,10 +286,10 @@ class ModelAgent:
                 pending.output()
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Launch a step. `StepOutput.errors` names rows that fail.
+        """Launch a step. `StepOutput.errors` names the rows that fail.
 
-        An error here or in `PendingStep.output` ends the whole step, and if the device does not survive it
-        (`survives`), or it comes from `PendingStep.wait`, all later steps.
+        An error here or in `PendingStep.output` ends the whole step. It also ends all later steps if the device does
+        not survive it (`survives`), or if it comes from `PendingStep.wait`.
         """
         if self.blocked:
             raise RuntimeError("no step can be launched before another one has been read")
@@ -304,13 +305,13 @@ class ModelAgent:
         return pending
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether the device still works after `launch`, `resume` or a step's `output` has raised this error.
+        """Return whether the device still works after this error of `launch`, `resume` or a step's `output`.
 
         If the device is lost, this agent is never freed.
         """
         lost = isinstance(error, torch.AcceleratorError)
         try:
-            # Makes the driver report an error that it has not reported yet.
+            # Make the driver report a pending error.
             self._streams.check()
         except RuntimeError:
             lost = True
@@ -351,11 +352,11 @@ class ModelAgent:
     @property
     def blocked(self) -> bool:
         """Whether `launch` has to wait until `resume` has launched the last step's sampling, or a step has been read.
-        The latter can happen to a rank that is behind the first one, with which the engine goes on."""
+        The latter happens only to a rank that is behind the first one, which the engine follows."""
         return self._unsampled is not None or len(self._unread) >= MAX_STEPS_IN_FLIGHT
 
     def resume(self) -> PendingStep | None:
-        """Launch the sampling that waits, if all earlier steps have been read. Return its step then, else None."""
+        """Launch the waiting sampling if all earlier steps have been read. Return its step, or None."""
         if self._unsampled is None:
             return None
         pending, sample = self._unsampled
@@ -371,7 +372,7 @@ class ModelAgent:
         return pending
 
     def _sample_when_possible(self, pending: PendingStep, sample: Callable[[], None]) -> None:
-        """Launch the sampling now, unless it needs tokens of unread steps on the host."""
+        """Launch the sampling now, unless it needs the tokens of unread steps on the host."""
         if self._unread[0] is not pending and self.sampler.needs_host(pending.slots):
             self._unsampled = (pending, sample)
         else:
@@ -389,7 +390,7 @@ class ModelAgent:
             self._placement.adapters.read_by_steps(arrays.adapter_slots)
 
         def sample() -> None:
-            # The host may still be fetching what this overwrites.
+            # The host may still be downloading what this overwrites.
             self._streams.wait_for_downloads()
             lists = self.sampler.takes_lists(rows.slots)
             if self._in_group and not lists:
@@ -402,20 +403,20 @@ class ModelAgent:
         self._sample_when_possible(pending, sample)
 
     def _mixed_residual(self, size: MixedSize, *, adapted: bool = False) -> None:
-        """Compute all layers but the last one of a step with prompt tokens. Captured."""
+        """Compute all layers but the last of a step with prompt tokens. Captured."""
         inputs = self._tables.mixed_inputs(size, adapted=adapted)
         inputs.image_features = self._captured_features
         self.model.before_last(inputs, self._residual[: size.tokens])
 
     def _replay_mixed(self, step: StepTensors, graphs: StepGraphs) -> None:
-        """Launch what is captured of a step that has been brought up."""
+        """Replay the captured part of a step whose inputs have been uploaded."""
         features, room = step.inputs.image_features, self._captured_features
         if features is not None and room is not None:
             room[: len(features), : features.shape[1]].copy_(features)
         graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
 
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
-        """Launch any step, as far as possible from the graphs."""
+        """Launch any step, from the graphs as far as possible."""
         self._copy_blocks(batch)
         if not batch.decode and not batch.prefill:
             self._tables.flush()
@@ -439,7 +440,7 @@ class ModelAgent:
             self._placement.adapters.read_by_steps(step.arrays.adapter_slots)
         unsound = self._no_flags
         if batch.prefill:
-            # Chunks that do not sample are checked too: blocks of a bad one may not enter the prefix cache.
+            # Chunks that do not sample are checked too: the blocks of an unsound one must not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
         self._launch_extras(step, pending, hidden, stream)
         logits = self.model.rank_logits(hidden[: len(rows.slots)])
@@ -457,7 +458,8 @@ class ModelAgent:
                 kernels.copy_blocks(part, pairs[:, 0], pairs[:, 1])
 
     def _draw(self, step: StepTensors, logits: Tensor, pending: PendingStep) -> Tensor:
-        """Launch the draw of the step's tokens, from the rank's logits [R, V]. Return tokens and flags [2, R] int32."""
+        """Launch the sampling of the step's tokens, from the rank's logits [R, V]. Return tokens and flags [2, R]
+        int32."""
         rows, count = step.arrays.rows, len(step.arrays.rows.slots)
         results = torch.empty(2, count, dtype=torch.int32, device=self._device)
         if not count:
@@ -480,7 +482,7 @@ class ModelAgent:
         return results
 
     def _features(self, batch: Batch, pending: PendingStep) -> Tensor | None:
-        """Return the features of the step's image tokens [F, hidden], or None if it has none.
+        """Return the features of the step's image tokens [F, hidden]; None for a step without images.
 
         If memory runs out, the rows with images fail, and their features are zeros.
         """
@@ -498,7 +500,7 @@ class ModelAgent:
         return torch.zeros(sum(counts.values()), self.model.config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _launch_extras(self, step: StepTensors, pending: PendingStep, hidden: Tensor, stream: Tensor) -> None:
-        """Launch scores and pooling of prefill rows, of the hidden states that `_forward` returns."""
+        """Launch scores and pooling of prefill rows, from the hidden states that `_forward` returns."""
         batch, rows = pending.batch, step.arrays.rows
         for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
             if row.scored and row.slot not in pending.failed:
@@ -521,10 +523,10 @@ class ModelAgent:
 
     def _forward(self, step: StepTensors, pending: PendingStep, *, whole: bool) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the tokens of `step.sampled` [R + L, H], and of all tokens [T, H]. The latter are
-        those before the last layer, or after it if `whole` or if all tokens are sampled.
+        taken before the last layer, or after it if `whole` or if all tokens are sampled.
 
-        If memory runs out, the prompt tokens are computed in two halves. If that fails too, the prefill rows fail, and
-        the decode rows go on.
+        If memory runs out, the prompt tokens are computed in two halves. If that fails too, the prefill rows fail and
+        the decode rows continue.
         """
         try:
             if step.sampled is not None and not whole:
@@ -538,7 +540,7 @@ class ModelAgent:
         except torch.OutOfMemoryError:
             num_decode = step.arrays.num_decode
             if self._in_group or self._layout.keeps_state or num_decode == len(step.arrays.row_slots):
-                # Neither other ranks nor states that have been advanced can repeat the step.
+                # A step cannot be repeated on one rank alone, nor after states have advanced.
                 raise
         torch.cuda.empty_cache()
         hidden, complete = compute_in_parts(self.model, step, self._dtype)

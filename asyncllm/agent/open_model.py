@@ -1,4 +1,4 @@
-"""Opens a model for an agent: chooses device and type, loads the checkpoint, and describes it as `Limits`."""
+"""Opens a model for an agent: chooses device and dtype, loads the checkpoint, and describes it as `Limits`."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from asyncllm.protocol import Limits, StartTimes
 __all__ = ["OpenedModel", "check_block_size", "choose_device"]
 
 _LOOK_AHEAD_BYTES = 16 * 10**9
-"""Bytes of weights that steps in flight should read: about 4 ms of an H200's memory."""
+"""Bytes of weights that the steps in flight should read: about 4 ms of an H200's memory bandwidth."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class OpenedModel(NamedTuple):
-    """A loaded model, its device and type, and the length of its sequences."""
+    """A loaded model, its device and dtype, and the length of its sequences."""
 
     model: DecoderLM
     device: torch.device
     dtype: torch.dtype
-    """Type of weights and activations."""
+    """Dtype of weights and activations."""
     cache_specs: list[CacheSpec]
     """Cache specs of the layers, in order."""
     max_position: int
-    """Most positions of a session."""
+    """Maximum number of positions in a session."""
     path: Path
     group: RankGroup | None = None
-    """The ranks of which this one has its share of the model."""
+    """The group of ranks in which this one holds its share of the model."""
 
     @staticmethod
     def open(
@@ -55,12 +55,12 @@ class OpenedModel(NamedTuple):
         model: DecoderLM | None = None,
         group: RankGroup | None = None,
     ) -> OpenedModel:
-        """Load the checkpoint in the folder `path`, unless its `model` is given, or this rank's share of it. `times`
-        gets what it took.
+        """Load the checkpoint in the folder `path`, or this rank's share of it, unless its `model` is given. `times`
+        records the duration.
 
-        Raises ModelError when the checkpoint cannot be loaded, UnsupportedFeature where the model or the device has no
-        cache as `quant_policy` asks for it, and InvalidParameter when `session_len` asks for more
-        positions than the model has, or the device takes no blocks of this size.
+        Raises ModelError if the checkpoint cannot be loaded, UnsupportedFeature if the model or the device does not
+        support the cache that `quant_policy` asks for, and InvalidParameter if `session_len` exceeds the model's
+        positions or the device does not support this block size.
         """
         asked: ModelOptions = {
             "session_len": config.session_len,
@@ -72,7 +72,7 @@ class OpenedModel(NamedTuple):
         device = choose_device(config)
         check_block_size(config, device)
         if device.type == "cuda":
-            # The first allocation makes the device's context.
+            # The first allocation creates the device's context.
             torch.empty(1, device=device)
         times.lap("device")
         load_plugins(config.plugin or ())
@@ -96,15 +96,15 @@ class OpenedModel(NamedTuple):
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 
     def agreed(self, count: int) -> int:
-        """Return the smallest count of all ranks."""
+        """Return the smallest count over all ranks."""
         return count if self.group is None else self.group.least(count)
 
     def steps_ahead(self) -> int:
         """Return how many steps to launch before the oldest is read: two, or more if steps are so short that the host
         would be late.
 
-        A step reads all weights once. Rows do not count, nor does any measurement, so that batches are the same
-        from run to run: a row that stops is in the batch until its last launched step.
+        A step reads all weights once. The result depends neither on the rows nor on any measurement, so that batches
+        are the same from run to run: a finished row stays in the batch until its last launched step.
         """
         num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
         return self.agreed(max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes))))
@@ -134,7 +134,7 @@ class OpenedModel(NamedTuple):
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Return the device of `device_type`. Raises InvalidParameter if it is missing."""
+    """Return the device that `device_type` selects. Raises InvalidParameter if it is missing."""
     available = torch.cuda.is_available()
     if config.device_type == "cuda" and not available:
         raise InvalidParameter(
@@ -145,7 +145,8 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def check_block_size(config: EngineConfig, device: torch.device) -> None:
-    """Raise InvalidParameter for blocks that attention on this device cannot read (`kernels.plan_decode_attention`)."""
+    """Raise InvalidParameter for a block size that attention on this device cannot read
+    (`kernels.plan_decode_attention`)."""
     if device.type == "cuda" and config.tokens_per_block % GPU_BLOCK_MULTIPLE:
         raise InvalidParameter(
             f"block_size is {config.tokens_per_block}, and attention on a GPU reads blocks of a multiple of "
@@ -155,7 +156,7 @@ def check_block_size(config: EngineConfig, device: torch.device) -> None:
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the type of the weights: `auto` means float32 on a CPU and the checkpoint's own type on a GPU."""
+    """Return the dtype of the weights: `auto` means float32 on a CPU and the checkpoint's own dtype on a GPU."""
     name = config.dtype
     if name == "auto":
         return torch.float32 if device.type == "cpu" else _DTYPES[model.dtype]
@@ -182,8 +183,8 @@ def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, dev
 
 
 def _max_position(config: EngineConfig, model: ModelConfig) -> int:
-    """Return `session_len` if given, else all positions that the model has. Dynamic scaling, whose base grows with the
-    prompt, has no last one."""
+    """Return `session_len` if given, otherwise the number of positions that the model has. Dynamic scaling, whose base
+    grows with the prompt, has no limit."""
     limit = model.max_position
     if config.session_len is None:
         return limit

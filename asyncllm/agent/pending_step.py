@@ -1,4 +1,4 @@
-"""PendingStep: a launched step, until its results have been read on the host."""
+"""PendingStep: a launched step whose results have not been read on the host yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PendingStep", "abandon"]
 
 
 class PendingStep:
-    """A launched step. `wait` blocks until its results are on the host; after that `output` reads them."""
+    """A launched step. `wait` blocks until its results are on the host; then `output` reads them."""
 
     def __init__(
         self, batch: Batch, sampler: Sampler, streams: Streams, *, on_read: Callable[[PendingStep], None]
@@ -41,26 +41,26 @@ class PendingStep:
         self._streams = streams
         self._on_read = on_read
         self._downloaded: list[Tensor] = []
-        """Tensors that the download reads, kept so that their memory is not reused before."""
+        """Tensors that the download reads, kept so that their memory is not reused earlier."""
         self._results: list[Tensor] = []
         self._arrival: Arrival | None = None
         self._clock: StepClock = streams.clock()
 
     def download(self, results: list[Tensor]) -> None:
-        """Bring `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
+        """Copy `results` to the host: [2, R] int32 tokens and flags, then the prefill rows' flags [P]."""
         self.launched = True
         self._clock.stop()
         self._downloaded = results
         self._results, self._arrival = self._streams.download(results)
 
     def wait(self) -> None:
-        """Block this thread until the step is over. Raises RuntimeError if the device is lost."""
+        """Block this thread until the step is done. Raises RuntimeError if the device is lost."""
         if self._arrival is None:
             return
         try:
             self._arrival.synchronize()
         except RuntimeError:
-            # This keeps the agent and all steps in flight too, through `_on_read`.
+            # Through `_on_read`, this also keeps the agent and all steps in flight.
             abandon(self)
             raise
 
@@ -86,7 +86,7 @@ class PendingStep:
 
     @torch.inference_mode()
     def _add_prefill(self, output: StepOutput, unsound: NDArray[np.int32]) -> None:
-        """Add errors of the prefill rows, of which some are `unsound` [P], and what they ask for."""
+        """Add the results of the prefill rows, and errors for those that are `unsound` [P]."""
         for row, found in zip(self.batch.prefill, unsound.tolist(), strict=False):
             if found:
                 output.errors[row.slot] = NOT_FINITE
@@ -95,7 +95,7 @@ class PendingStep:
 
 
 def abandon(owner: object) -> None:
-    """Never free `owner` and what it refers to, not even at interpreter exit: it holds memory of a lost device.
+    """Never free `owner` and what it refers to, even at interpreter exit: it holds memory of a lost device.
 
     When pinned memory is freed, torch records an event on every stream that used it. On a lost device this raises in a
     destructor, which ends the process, and with it everything else that the process serves.

@@ -1,4 +1,4 @@
-"""Results of prefill rows besides a token: scores of the prompt's tokens, and sums of hidden states.
+"""Results of prefill rows other than a token: scores of the prompt's tokens, and sums of hidden states.
 
 Both are computed without waiting, and read after the step.
 """
@@ -24,21 +24,22 @@ from asyncllm.protocol import Batch, PrefillRow, StepOutput
 __all__ = ["PooledHidden", "PromptScores", "concatenate"]
 
 _SCORED_POSITIONS = 512
-"""Most positions whose logits are on the device at once."""
+"""Maximum number of positions whose logits are on the device at once."""
 
 
 class PromptScores:
-    """Log-probabilities and logits that one prefill row asks for. Made in inference mode on the computing stream, which
-    also brings the results to the host; `write` may be called when the stream has come so far."""
+    """The log-probabilities and logits of one prefill row. Created in inference mode on the computing stream, which
+    also copies the results to the host; `write` may be called when the stream has completed that work."""
 
     def __init__(self, row: PrefillRow, hidden: Tensor, model: DecoderLM, ranks: RankRows | None = None) -> None:
-        """`hidden` [chunk, H] are the row's hidden states, of which `model` makes logits, whole ones on all `ranks` if
-        the row asks for them."""
+        """`hidden` [chunk, H]: the row's hidden states, from which `model` computes logits; whole ones on all `ranks`
+        if the row asks for them."""
         self._row = row
         self._finite: list[Tensor] = []
         self._logits: list[Tensor] = []
         self._ranked: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
-        """Known tokens, their log-probabilities, those of the most likely ones and their ids, piece by piece."""
+        """By piece: known tokens, their log-probabilities, those of the most likely tokens, and the ids of the
+        latter."""
         successors = row.tokens[1:] if row.next_token is None else [*row.tokens[1:], row.next_token]
         length = len(hidden) if row.output_logits else len(successors)
         for begin in range(0, length, _SCORED_POSITIONS):
@@ -49,7 +50,7 @@ class PromptScores:
             piece = model.logits(hidden[begin : begin + _SCORED_POSITIONS])
             self._finite.append(fetch(piece.amax().isfinite()))
             if row.output_logits:
-                # In the model's type: pinned memory is dear, and the host widens them without loss.
+                # In the model's dtype: pinned memory is expensive, and the host widens the numbers without loss.
                 self._logits.append(fetch(piece))
             known = successors[begin : begin + len(piece)]
             if row.prompt_logprobs is not None and known:
@@ -59,7 +60,7 @@ class PromptScores:
                 self._ranked.append((known, chosen, top, ids))
 
     def _score_own(self, logits: Tensor, known: list[int], ranks: RankRows) -> None:
-        """Score the `known` tokens, each by the rank that has its row of logits."""
+        """Score the `known` tokens, each on the rank that has its row of logits."""
         self._finite.append(fetch(ranks.collect(logits.amax().isfinite().view(1).to(torch.int32)).amin()))
         if self._row.prompt_logprobs is not None:
             tokens = ranks.own(upload(np.array(known, np.int64), logits.device))
@@ -75,11 +76,11 @@ class PromptScores:
             output.errors.setdefault(row.slot, NOT_FINITE)
         if row.output_logits:
             with torch.inference_mode(False):
-                # A tensor made in inference mode would refuse the user's in-place operations.
+                # The user's in-place operations would fail on a tensor created in inference mode.
                 whole = torch.empty(len(row.tokens), self._logits[0].shape[1], dtype=torch.float32, device="cpu")
             begin = 0
             while self._logits:
-                # Drop each piece once it is copied, as together they are as large as the whole.
+                # Drop each piece once it is copied, because together they are as large as the whole.
                 piece = self._logits.pop(0)
                 whole[begin : begin + len(piece)] = piece
                 begin += len(piece)
@@ -92,13 +93,13 @@ class PromptScores:
 
 
 def concatenate(chunks: Sequence[Tensor]) -> Tensor:
-    """Return logits [chunk, vocab] of consecutive chunks, tensors or lists, as one tensor [tokens, vocab]."""
+    """Return the logits [chunk, vocab] of consecutive chunks, tensors or lists, as one tensor [tokens, vocab]."""
     return torch.cat([torch.as_tensor(chunk) for chunk in chunks])
 
 
 class PooledHidden:
-    """The pooled hidden states of a step's prefill rows: one float32 vector for each row comes to the host. Made in
-    inference mode on the computing stream, which also copies it; `write` may be called after that."""
+    """The pooled hidden states of a step's prefill rows, one float32 vector per row. Created in inference mode on the
+    computing stream, which also copies them to the host; `write` may be called after that."""
 
     def __init__(
         self,
@@ -108,14 +109,14 @@ class PooledHidden:
         wanted: Tensor,
         score: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`hidden` [T, H]: hidden states of all tokens, which are after the final norm if a row `reads_all`. `wanted`
-        [R + L, H]: those of `rows.indices`, after it in any case. `score`: the head for rows that ask for it, [n, H]
-        -> [n, labels]."""
+        """`hidden` [T, H]: hidden states of all tokens, after the final norm if a row `reads_all`. `wanted` [R + L, H]:
+        those of `rows.indices`, always after the final norm. `score`: the head for rows with pooling 'score', [n, H] ->
+        [n, labels]."""
         pooled = list(_pooled(batch, rows, hidden, wanted))
         scored = [(slot, states) for row, slot, states in pooled if row.pooling == "score"]
         summed = [(slot, states) for row, slot, states in pooled if row.pooling != "score"]
         self._found: list[tuple[list[int], Tensor]] = []
-        """Slots, and their vectors."""
+        """Slots and their vectors."""
         if scored:
             assert score is not None, "the engine asks a model without a head for scores"
             scores = score(torch.cat([states for _, states in scored]))
@@ -132,14 +133,14 @@ class PooledHidden:
             finite = vectors.isfinite().all(1).tolist()
             for slot, values, sound in zip(slots, vectors.numpy(), finite, strict=True):
                 if sound:
-                    # Python floats of thousands of entries take long to make, and a step may end many prompts at once.
+                    # Making thousands of Python floats takes long, and a step may end many prompts at once.
                     output.pooled[slot] = array("f", values.tobytes())
                 else:
                     output.errors.setdefault(slot, NOT_FINITE)
 
 
 def _pooled(batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> Iterator[tuple[PrefillRow, int, Tensor]]:
-    """Yield each row that pools, its slot and the hidden states [n, H] that it is about."""
+    """Yield each pooled row, its slot and its hidden states [n, H]."""
     place = len(rows.slots)
     for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
         if row.pooling == "mean":

@@ -1,14 +1,14 @@
-"""ModelPlacement: the parts of a model that are on its device, and the commands that move them.
+"""ModelPlacement: which parts of a model are on its device, and the commands that move them.
 
     weights     on the device <-> in host memory (sleep, level 1), or lost (level 2) until they are read or given again
-    kv_cache    the pool, its twin in host memory, graphs and whatever else steps need: allocated or freed
+    kv_cache    the pool, its counterpart in host memory, graphs and everything else that steps need: allocated or freed
 
-A command that raises an AsyncLLMError leaves everything as it was. New weights are written in place, so that CUDA
-graphs, which hold addresses, stay valid. After a sleep addresses differ, so graphs are freed and captured with the
-cache.
+A command that raises an AsyncLLMError leaves everything unchanged. New weights are written in place, so that CUDA
+graphs, which hold addresses, stay valid. After a sleep the addresses differ, so graphs are freed and captured together
+with the cache.
 
-Ranks carry out a command together. If one cannot, the others undo their changes, as a rank that goes on alone would
-wait in its next sum forever.
+Ranks carry out a command together. If one of them cannot, the others undo their changes, because a rank that continued
+alone would wait forever in its next sum.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _Parameters = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 class CacheHolder(Protocol):
-    """An agent, which holds everything that steps need besides weights."""
+    """An agent, which holds everything that steps need other than weights."""
 
     def take_cache(self) -> None:
-        """Allocate the cache. Raises ModelError, or torch's error if memory is short; then nothing is held."""
+        """Allocate the cache. On ModelError, or torch's error if memory is short, hold nothing."""
 
     def capture(self) -> None:
-        """Capture graphs over the cache, with the other ranks. Raises as `take_cache`; the cache stays held."""
+        """Capture graphs over the cache, with the other ranks. Raises like `take_cache`; the cache stays held."""
 
     def release_cache(self) -> None:
         """Free the cache, if it is held."""
@@ -58,7 +58,7 @@ class ModelPlacement:
     """The parts of one model. Written by the thread that carries out commands, while no step runs."""
 
     def __init__(self, opened: OpenedModel, config: EngineConfig) -> None:
-        """Begin with the weights on the device and the cache held. Reads the adapters of `config`, and raises their
+        """Start with the weights on the device and the cache held. Reads the adapters of `config`, and raises their
         errors."""
         self._model, self._device, self._dtype = opened.model, opened.device, opened.dtype
         self._path, self._group = opened.path, opened.group
@@ -69,7 +69,7 @@ class ModelPlacement:
 
     @property
     def loaded_adapters(self) -> AdapterPool:
-        """The adapters of an engine with slots for some."""
+        """The adapters of an engine with adapter slots."""
         assert self.adapters is not None, "an engine without slots loads none"
         return self.adapters
 
@@ -89,8 +89,8 @@ class ModelPlacement:
             raise failure
 
     def carry_out(self, command: Command, holder: CacheHolder) -> None:
-        """Carry out a command. Raises InvalidParameter for tensors that do not fit, or a cache that should wake before
-        the weights; ModelError if memory or a checkpoint is missing, on this rank or on another."""
+        """Carry out a command. Raises InvalidParameter for tensors that do not fit, or for a cache that is to wake
+        before the weights; ModelError if memory or a checkpoint is missing, on any rank."""
         self._wait_for_device()
         try:
             match command:
@@ -107,7 +107,7 @@ class ModelPlacement:
         lost = self._weights == "lost"
         copy = plan_update(self._model, weights, self._model.weight_map, whole=lost)
         for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
-            # The values may still be in copy, on any stream.
+            # The values may still be being copied, on any stream.
             torch.cuda.synchronize(device)
         if lost:
             before = self._parameters()
@@ -130,12 +130,12 @@ class ModelPlacement:
         self._has_cache = False
 
     def _leave_device(self) -> None:
-        """Copy the weights to host memory, unless they are there."""
+        """Copy the weights to host memory, unless they are already there."""
         if self._device.type != "cpu":
             num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
             free = available_memory(torch.device("cpu"))
             if self._group is not None:
-                # All ranks see the same figures, so that all decide alike.
+                # All ranks see the same figures, so all decide alike.
                 num_bytes, free = -self._group.least(-num_bytes) * self._group.size, self._group.least(free)
             if num_bytes > free:
                 raise ModelError(
@@ -173,7 +173,7 @@ class ModelPlacement:
             holder.capture()
         except BaseException as error:
             if self._group is not None:
-                # Other ranks may be in a sum.
+                # Other ranks may be waiting in a sum.
                 raise
             undo()
             if isinstance(error, torch.OutOfMemoryError):
@@ -228,7 +228,7 @@ class ModelPlacement:
         ]
 
     def _replace(self, made_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace each parameter by the tensor made of it, after all of them have been made."""
+        """Replace each parameter by the tensor made from it, after all of these have been made."""
         self._put(
             [
                 (module, name, nn.Parameter(made_of(parameter), requires_grad=False))
@@ -245,7 +245,7 @@ class ModelPlacement:
         return ModelError(f"{self._device} has no memory left for {what}. Free some, and wake the model again.")
 
     def _wait_for_device(self) -> None:
-        """Wait for all launched work, and give unused memory back to the driver."""
+        """Wait for all launched work, and return unused memory to the driver."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()

@@ -30,13 +30,13 @@ EXIT_PATIENCE_S = 10.0
 """How long interpreter exit waits for running steps. A step on a lost device may never end."""
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Step threads -> what tells each to end."""
+"""Step threads -> the function that tells each to end."""
 
 _Result = TypeVar("_Result")
 
 
 class HasLimits(Protocol):
-    """What a `StepThread` loads."""
+    """The object that a `StepThread` loads."""
 
     @property
     def limits(self) -> Limits: ...
@@ -46,14 +46,14 @@ _Runner = TypeVar("_Runner", bound=HasLimits)
 
 
 class StepThread(Generic[_Runner]):
-    """Does all work with a runner in one thread, which `start` begins and `close` ends.
+    """Does all work on a runner in one thread, which `start` begins and `close` ends.
 
-    `load` makes the runner in that thread. Only the thread refers to it, so it is freed when the thread ends, or when
-    work raises a fatal error. States: new, started (loading, then running, perhaps dead), closed.
+    `load` creates the runner in that thread. Only the thread refers to it, so it is freed when the thread ends, or when
+    work raises a fatal error. States: new, started (loading, then running, possibly dead), closed.
     """
 
     def __init__(self, load: Callable[[], _Runner], *, release: Callable[[], None] | None = None) -> None:
-        """`release` is called last in the thread, when the runner is gone."""
+        """`release` is called last in the thread, after the runner is gone."""
         self._load: Callable[[], _Runner] | None = load
         self._release = release
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,7 +62,7 @@ class StepThread(Generic[_Runner]):
         self._ended: asyncio.Future[None] | None = None
 
     async def start(self) -> Limits:
-        """Load in the worker thread. Raises the error of `load`, as a ModelError unless it is asyncllm's.
+        """Load in the worker thread. Raises the error of `load`, as a ModelError unless it is one of asyncllm's.
 
         After an error the thread has ended. After a cancellation it ends by itself once `load` returns.
         """
@@ -79,7 +79,7 @@ class StepThread(Generic[_Runner]):
         )
         self._thread.start()
         _running[self._thread] = worker.stop
-        # An executor that is dropped without close, or lives to the end of the program, still ends its thread.
+        # An executor that is dropped without close, or lives until the program ends, still ends its thread.
         weakref.finalize(self, worker.stop)
         try:
             return await loaded
@@ -97,7 +97,7 @@ class StepThread(Generic[_Runner]):
         spares: tuple[type[Exception], ...] = (),
         then: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[_Result]:
-        """Enqueue work with the runner, and return the future of its result.
+        """Enqueue work on the runner, and return the future of its result.
 
         The future raises the work's error. Unless that is one of `spares`, it is fatal: the futures of all later work
         raise EngineDead with it as cause. `then` is called in the event loop as soon as the future is done, in the same
@@ -117,8 +117,8 @@ class StepThread(Generic[_Runner]):
         self._worker.stop()
         if asyncio.get_running_loop() is self._loop:
             await asyncio.shield(self._ended)
-            # The thread has made its last call and ends within microseconds, but a join would block the loop.
-            while self._thread.is_alive():  # noqa: ASYNC110 - a thread's end cannot be awaited
+            # The thread has made its last call and ends within microseconds, but a join would block the event loop.
+            while self._thread.is_alive():  # noqa: ASYNC110 - the end of a thread cannot be awaited
                 await asyncio.sleep(0)
         else:
             await asyncio.to_thread(self._thread.join)
@@ -130,10 +130,10 @@ class _Entry(NamedTuple):
     work: Callable[[Any], Any]
     """Called with the runner."""
     spares: tuple[type[Exception], ...]
-    """Errors that leave the runner as it was."""
+    """Errors that leave the runner unchanged."""
     future: asyncio.Future[Any]
     then: Callable[[], None]
-    """Called in the loop when the future is done."""
+    """Called in the event loop when the future is done."""
 
 
 class _Worker(Generic[_Runner]):
@@ -141,7 +141,7 @@ class _Worker(Generic[_Runner]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.queue: SimpleQueue[_Entry | None] = SimpleQueue()
-        """What to run; None ends the thread."""
+        """Work to run; None ends the thread."""
         self.stopping = False
         self._loop = loop
 
@@ -187,7 +187,7 @@ class _Worker(Generic[_Runner]):
                         runner = None
                     self._call(_end, set_exception, future, failure, then)
                 del output
-            # Nothing of this step is kept alive while the thread waits for the next one.
+            # Keep nothing of this step alive while the thread waits for the next one.
             del entry, work, spares, future, then
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
@@ -201,15 +201,15 @@ class _Worker(Generic[_Runner]):
 def _end(
     settle: Callable[[asyncio.Future[Any], Any], None], future: asyncio.Future[Any], how: Any, then: Callable[[], None]
 ) -> None:
-    """Settle the future of some work, in the event loop, and call `then` at once."""
+    """Settle the future of some work in the event loop, and call `then` at once."""
     settle(future, how)
     then()
-    # An error raised in `then` refers to this frame.
+    # An error raised in `then` would refer to this frame.
     del how, then
 
 
 def dead(cause: BaseException | None) -> EngineDead:
-    """Return the error of a step after one that failed of `cause`."""
+    """Return the error of a step after one that failed because of `cause`."""
     error = EngineDead("An earlier step failed, and no step runs after that. The cause is chained.")
     error.__cause__ = cause
     return error
@@ -222,7 +222,7 @@ def set_result(future: asyncio.Future[Any], result: Any) -> None:
 
 def set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if isinstance(error, StopIteration):
-        # A future cannot carry this one, and would stay pending.
+        # A future cannot carry this error, and would stay pending.
         error, cause = RuntimeError("A step raised StopIteration."), error
         error.__cause__ = cause
     if not future.done():
@@ -245,7 +245,7 @@ def _load_error(error: BaseException) -> BaseException:
 
 
 def attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, BaseException | None]:
-    """Return the result of the call, or else its error.
+    """Return the result of the call, or its error.
 
     Through the frames of its traceback an error would keep the model alive. They are cleared here, before another
     thread raises the error again; file names and lines stay.
@@ -257,14 +257,14 @@ def attempt(call: Callable[..., _Result], *args: Any) -> tuple[_Result | None, B
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
-        # This frame is in the traceback, and cannot be cleared while it runs.
+        # This frame is part of the traceback, and cannot be cleared while it runs.
         del call, args
         return None, error
 
 
 def _end_threads() -> None:
-    """Let the running steps finish. Interpreter exit kills a daemon thread, which inside torch ends the process by
-    SIGABRT; a thread that is no daemon would keep a program without a `close` from ending."""
+    """Let the running steps finish. Interpreter exit kills daemon threads, which inside torch ends the process by
+    SIGABRT; a non-daemon thread would keep a program that never calls `close` from ending."""
     deadline = time.monotonic() + EXIT_PATIENCE_S
     for stop in list(_running.values()):
         stop()
@@ -272,5 +272,5 @@ def _end_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# By then all non-daemon threads of the program have ended, and with them their event loops.
+# By then all non-daemon threads of the program have ended, and their event loops with them.
 atexit.register(_end_threads)

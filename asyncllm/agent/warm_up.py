@@ -41,9 +41,10 @@ def largest_step(
     adapted: bool = False,
     device: torch.device,
 ) -> StepInputs:
-    """Return a step of `num_decode` decode rows, then prompts of `prefill_lens` tokens, over a pool of few blocks.
+    """Return a step of `num_decode` decode rows followed by prompts of `prefill_lens` tokens, over a pool of few
+    blocks.
 
-    Rows share blocks and overwrite each other, since only time and memory matter.
+    Rows share blocks and overwrite each other, because only time and memory matter.
     """
     lens = torch.tensor([1] * num_decode + list(prefill_lens), dtype=torch.int32, device=device)
     ends = lens.cumsum(0, dtype=torch.int32)
@@ -71,27 +72,29 @@ def largest_step(
 
 
 def filling(num_tokens: int, longest: int) -> list[int]:
-    """Return the lengths of the fewest prompts of at most `longest` tokens with `num_tokens` tokens in all."""
+    """Return the lengths of the fewest prompts, each of at most `longest` tokens, that have `num_tokens` tokens in
+    all."""
     full, rest = divmod(num_tokens, longest)
     return [longest] * full + [rest] * (rest > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedPart:
-    """A part of steps that has fixed sizes."""
+    """A part of a step that has fixed sizes."""
 
     name: str
     launch: Callable[[Any], None]
-    """Launches the part in a size."""
+    """Launches the part at a size."""
     sizes: Sequence[Any]
     """From small to large."""
     prepare: Callable[[Any], None] | None = None
-    """Of a size: what has to be done before `launch` may be called at all."""
+    """Called with a size before `launch` may be called at all."""
     replayed: bool = True
-    """Whether steps replay it. What few steps have is launched kernel by kernel, beside the part that runs then."""
+    """Whether steps replay the part. Parts that few steps have are launched kernel by kernel, while the preceding part
+    runs."""
 
     def make_ready(self, graphs: StepGraphs) -> None:
-        """Capture all sizes, or have their kernels compiled."""
+        """Capture all sizes, or compile their kernels."""
         if self.replayed:
             self.capture(graphs, self.sizes)
         else:
@@ -99,7 +102,7 @@ class CapturedPart:
                 self.launch(size)
 
     def capture(self, graphs: StepGraphs, sizes: Sequence[Any]) -> None:
-        """Capture some of the sizes, the largest first, in whose memory the others fit."""
+        """Capture some of the sizes, largest first: the others fit in its memory."""
         for size in reversed(sizes):
             if self.prepare is not None:
                 self.prepare(size)
@@ -115,8 +118,8 @@ def measure_reserve(
 ) -> int:
     """Return the bytes that `step`, the largest possible one, and the graphs of `parts` will take.
 
-    A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which is that of
-    the largest graph, and each takes some of its own, measured on the smallest one of a part.
+    A step's intermediates are measured at their peak. Graphs share the memory of their intermediates, which is as large
+    as the largest graph's; each also takes some of its own, measured on the smallest graph of a part.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -138,7 +141,7 @@ def measure_reserve(
         graph_bytes += (free - _free_bytes()) * (len(part.sizes) - 1)
     del graphs
     torch.cuda.empty_cache()
-    # Layers take it one after another.
+    # Layers use it one after another.
     context_bytes = max(layer.context_bytes for layer in model.modules() if isinstance(layer, Layer))
     return int(1.1 * step_bytes) + graph_bytes + context_bytes + SAFETY_BYTES
 
@@ -150,7 +153,7 @@ def _free_bytes() -> int:
 
 
 class _Anything:
-    """A grammar that allows every token: the kernel is the one of any."""
+    """A grammar that allows every token; the kernel is the same for any grammar."""
 
     ended = False
     error: str | None = None
@@ -179,9 +182,9 @@ def warm_up_batches(
 ) -> Iterator[Batch]:
     """Yield steps in slots 0 and 1 that together launch each variant of each kernel outside the graphs.
 
-    A kernel's variant depends on the step's tokens, in powers of two, on the longest prompt, and on the rows'
-    parameters. Compiling one takes a second, in which a running event loop would stand still. `adapter_slot`: slot of
-    the adapter of all rows, which adds nothing.
+    A kernel's variant depends on the number of tokens in the step, in powers of two, on the longest prompt, and on the
+    rows' parameters. Compiling one takes a second, during which a running event loop would stand still. `adapter_slot`:
+    slot of all rows' adapter, which adds nothing.
     """
     edited = SamplingParams(
         temperature=0.8,
@@ -197,7 +200,7 @@ def warm_up_batches(
     )
     sizes = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens] + [max_tokens]
     for step, size in enumerate(sizes):
-        length = max(1, min(size, max_position - 3))  # and two tokens after it
+        length = max(1, min(size, max_position - 3))  # Two tokens follow.
         blocks = [block % num_blocks for block in range(-(-(length + 2) // block_size))]
         params = SamplingParams() if step % 2 else edited
         known = [0] * length
@@ -221,8 +224,8 @@ def warm_up_batches(
 
 
 def mlp_sizes(max_tokens: int) -> list[int]:
-    """Return numbers of tokens that together take every kernel of an MLP of up to `max_tokens` tokens: no table has a
-    range that begins and ends between two of them."""
+    """Return token counts that together use every kernel of an MLP of up to `max_tokens` tokens: no table has a range
+    that begins and ends between two of them."""
     powers = [1 << power for power in range(max_tokens.bit_length())]
     sizes = sorted({*powers, *(power * 3 // 2 for power in powers), max_tokens})
     return [size for size in sizes if size <= max_tokens]

@@ -12,7 +12,7 @@ __all__ = ["Answer"]
 
 
 class Answer:
-    """The text of one choice: detokenizes, looks for stop words, and keeps what has not been sent yet."""
+    """The text of one choice: detokenizes tokens, looks for stop words, and holds text that has not been sent yet."""
 
     __slots__ = (
         "_detokenizer",
@@ -26,7 +26,7 @@ class Answer:
         "stop_reason",
     )
     splits = False
-    """Whether reasoning and calls are split off its text."""
+    """Whether reasoning and tool calls are split off the text."""
 
     def __init__(
         self, detokenizer: Detokenizer, *, stop_words: StopWords | None, hidden_ids: frozenset[int], include_stop: bool
@@ -39,9 +39,9 @@ class Answer:
         self._unsent = ""
         self._unsent_logprobs: Logprobs | None = None
         self.num_read = 0
-        """Tokens turned into text."""
+        """Number of tokens turned into text."""
         self.num_sent = 0
-        """Tokens that a chunk has carried."""
+        """Number of tokens carried by chunks."""
         self.stop_reason: int | str | None = None
 
     @property
@@ -61,22 +61,22 @@ class Answer:
 
     @property
     def called(self) -> bool:
-        """Whether it holds a complete tool call."""
+        """Whether the answer contains a complete tool call."""
         return False
 
     def complete(self, chunk: Chunk) -> None:
-        """Move what no chunk has carried yet to `chunk`."""
+        """Move everything that no chunk has carried yet to `chunk`."""
         chunk.text, self._unsent = self._unsent, ""
         if self._unsent_logprobs is not None:
             chunk.logprobs, self._unsent_logprobs = self._unsent_logprobs, None
 
     def fill(self, response: Response) -> None:
-        """Set the text of a response, with reasoning and tool calls."""
+        """Set the text, reasoning and tool calls of a response."""
         response.text = self.text
 
     def read(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Turn new tokens into text. With the `last` ones, no text is held back. May set `stop_reason`: then those of
-        several forced tokens that come after the end of the answer are left."""
+        """Turn new tokens into text. After the `last` ones, no text is held back. If an answer ends within several
+        forced tokens, `stop_reason` is set and the tokens after its end are not read."""
         if self._matcher is not None and len(tokens) > 1:
             for token in tokens[:-1]:
                 self.read([token], last=False)

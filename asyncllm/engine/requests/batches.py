@@ -1,4 +1,4 @@
-"""Several prompts in one call: waits for their Generations in order, or yields chunks as they come."""
+"""Several prompts in one call: wait for their Generations in order, or yield their chunks as they arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.types import Chunk, ErrorCode, Response
 __all__ = ["interleave", "responses_of"]
 
 ALONE = (ContextLengthExceeded, InvalidMessage, RequestFailed)
-"""Errors of a prompt's own."""
+"""Errors that concern a single prompt."""
 
 
 async def responses_of(
@@ -23,9 +23,9 @@ async def responses_of(
     *,
     single: bool,
 ) -> list[Response]:
-    """Return the answers in the order of `generations`, which start in another. A request that fails alone gives a
-    Response with finish_reason 'error', and the others go on; any other error ends them all, and with `single` one of
-    the prompt."""
+    """Return the answers in the order of `generations`, which may start in a different order. A request that fails
+    alone produces a Response with finish_reason 'error', and the others continue; any other error ends them all, and
+    with `single` so does an error of the prompt."""
     responses = []
     failures: dict[int, Chunk] = {}
     try:
@@ -36,7 +36,7 @@ async def responses_of(
                 if single:
                     raise
                 failures[index] = failure(index, error)
-            await asyncio.sleep(0)  # many prompts do not hold up the loop
+            await asyncio.sleep(0)  # Many prompts must not block the event loop.
         for index, generation in enumerate(generations):
             if index in failures:
                 response = Response.collect([failures[index]])
@@ -55,8 +55,8 @@ async def responses_of(
 
 
 async def interleave(generations: Sequence[Generation], *, single: bool) -> AsyncIterator[Chunk]:
-    """Yield the chunks of several answers as they come. A request that fails alone ends with a chunk with
-    finish_reason 'error', or raises with `single`. Closing it early ends them all."""
+    """Yield the chunks of several answers as they arrive. A request that fails alone ends with a chunk of finish_reason
+    'error', or raises with `single`. Closing the iterator early ends all requests."""
     news = asyncio.Event()
     failures: list[Chunk] = []
     open_ones = []
@@ -71,13 +71,13 @@ async def interleave(generations: Sequence[Generation], *, single: bool) -> Asyn
                 failures.append(failure(index, error))
             else:
                 open_ones.append(generation)
-            await asyncio.sleep(0)  # many prompts do not hold up the loop
+            await asyncio.sleep(0)  # Many prompts must not block the event loop.
         for chunk in failures:
             yield chunk
         while open_ones:
             news.clear()
             for generation in list(open_ones):
-                # A request that failed inside a step has said so in its last chunk; the others go on.
+                # A request that failed inside a step has reported it in its last chunk; the others continue.
                 with contextlib.suppress(RequestFailed):
                     while (found := generation.poll()) is not None:
                         yield found

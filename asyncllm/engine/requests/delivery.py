@@ -1,7 +1,7 @@
-"""Delivery hands the chunks of an answer over to its reader.
+"""Delivery passes the chunks of an answer to its reader.
 
-It never blocks: the engine loop appends a chunk and wakes at most one waiter. Chunks of a slow reader are merged into
-one, so that they get longer but not more.
+It never blocks: the engine loop appends a chunk and wakes at most one waiter. Chunks for a slow reader are merged into
+one, so they grow longer but not more numerous.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ class Delivery:
 
     def __init__(self, *, streaming: bool) -> None:
         self.streaming = streaming
-        """Whether the reader wants chunks as they come. Else it is woken once, at the end."""
+        """Whether the reader wants chunks as they arrive. Otherwise it is woken once, at the end."""
         self.listener: Callable[[], None] | None = None
         """Called whenever the waiter would be woken, for readers of several answers."""
         self.taker: Callable[[Chunk], bool] | None = None
-        """Offered a chunk of a streamed answer when none waits here. Returns whether it took it. Raises nothing."""
+        """Offered each chunk of a streamed answer if no earlier one waits. Returns whether it took the chunk. Must not
+        raise."""
         self.abandoned = False
         """Whether the reader has left. Written by the reader."""
         self.on_end: Callable[[], None] | None = None
         """Called at the end, before the reader learns of it. Written by the session that the answer belongs to."""
         self._chunks: list[Chunk] = []
         self._waiter: asyncio.Future[None] | None = None
-        """Wakes the coroutine that takes chunks, while it waits."""
+        """Wakes the coroutine that waits for chunks."""
         self._end: asyncio.Event | None = None
         """Set at the end. Made by the first coroutine that waits for it."""
         self._error: BaseException | None = None
         self.ended = False
 
     def put(self, chunk: Chunk) -> bool:
-        """Add a chunk, or merge it into one of the same choice that the reader has not taken.
+        """Add a chunk, or merge it into an untaken one of the same choice.
 
-        Return whether the reader was woken, and so runs in the event loop's next iteration.
+        Return whether the reader was woken, so that it runs in the event loop's next iteration.
         """
         if self.ended:
             return False
@@ -75,8 +76,8 @@ class Delivery:
         return self.streaming and self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` goes to the reader
-        too."""
+        """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` also goes to the
+        reader."""
         if self.ended:
             return
         self.ended = True
@@ -101,13 +102,14 @@ class Delivery:
         return None
 
     def _told(self) -> BaseException:
-        """Return the error, to be raised. Keep a copy for later calls, as a raised error refers to its reader."""
+        """Return the error to raise, and keep a copy for later calls, because a raised error refers to its reader's
+        frames."""
         assert self._error is not None
         error, self._error = self._error, unraised(self._error, cause=True)
         return error
 
     async def wait(self) -> None:
-        """Wait for a chunk or the end. Raises RuntimeError if another coroutine waits already."""
+        """Wait for a chunk or the end. Raises RuntimeError if another coroutine is already waiting."""
         if self.ended or (self.streaming and self._chunks):
             return
         if self._waiter is not None:
@@ -126,7 +128,7 @@ class Delivery:
             await self._end.wait()
 
     def _wake(self) -> bool:
-        """Wake the coroutine that waits, and call the listener. Return whether there was either."""
+        """Wake the waiting coroutine and call the listener. Return whether there was either."""
         woken = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -138,7 +140,7 @@ class Delivery:
 
 
 def _merge(into: Chunk, chunk: Chunk) -> None:
-    """Append `chunk`, the next one of the same choice, to one that no reader has taken."""
+    """Append `chunk`, the next one of the same choice, to an untaken one."""
     into.text += chunk.text
     if chunk.reasoning_token_len or chunk.tool_calls:
         into.reasoning += chunk.reasoning

@@ -1,4 +1,4 @@
-"""Generation and Session: a caller's handles of an answer and of a conversation."""
+"""Generation and Session: a caller's handles for an answer and for a conversation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Generation:
 
         response = await engine.generate("Hi")
 
-    Nothing happens before the first await, which raises InvalidRequest, SessionError or EngineError. Leaving early
-    ends the request within a step, be it by a cancelled task, a timeout, `aclose()`, the end of an `async with`, or
-    the loss of the last reference, as after a `break` in a loop over `engine.generate(...)`. Errors of a running
-    request (RequestFailed, EngineDead, EngineClosed) are raised after the chunks that came before them.
+    Nothing happens before the first await, which raises InvalidRequest, SessionError or EngineError. Leaving early ends
+    the request within a step, whether by a cancelled task, a timeout, `aclose()`, the end of an `async with`, or the
+    loss of the last reference, as after a `break` in a loop over `engine.generate(...)`. Errors of a running request
+    (RequestFailed, EngineDead, EngineClosed) are raised after the chunks that came before them.
     """
 
     def __init__(self, engine: Lifecycle, call: Call, *, index: int = 0, session: Session | None = None) -> None:
@@ -45,9 +45,9 @@ class Generation:
         self._response: Response | None = None
         """The answer, once it has been awaited."""
         self.session = session
-        """The conversation that this answer is a turn of, if it was asked for by `chat`."""
+        """The conversation that this answer is a turn of, if `chat` made it."""
         self.index = index
-        """Which prompt of a batch this answers, as every chunk says."""
+        """Index of the prompt within a batch, as in every chunk."""
 
     async def start(self) -> None:
         """Validate, encode and queue the request. Raises InvalidRequest, SessionError, EngineError. Idempotent."""
@@ -76,7 +76,7 @@ class Generation:
         self._request = request
 
     async def _prepared(self) -> Request:
-        """Return the prepared request. Turns errors of tokenizer and template code into RequestFailed."""
+        """Return the prepared request. Turn errors of tokenizer and template code into RequestFailed."""
         try:
             return await self._engine.inputs.prepare(self._call, self._delivery)
         except AsyncLLMError:
@@ -112,7 +112,7 @@ class Generation:
             raise
 
     async def response(self) -> Response:
-        """Return the whole answer, or the part that an iteration has left. Wakes the caller once, at the end."""
+        """Return the whole answer, or what an iteration has left of it. Wakes the caller once, at the end."""
         if self._response is None:
             if not self._started:
                 self._delivery.streaming = False
@@ -189,14 +189,14 @@ class Generation:
         await self.aclose()
 
     def __del__(self) -> None:
-        # The garbage collector may run in any thread, and in the middle of the scheduler.
+        # The garbage collector may run in any thread, even in the middle of the scheduler.
         if self._request is not None and not self._delivery.ended and not self._delivery.abandoned:
             self._delivery.abandoned = True
             self._loop.abandon_threadsafe(self._request)
 
 
 class Session:
-    """A conversation, which keeps its history from call to call. States: idle or in a turn, until closed.
+    """A conversation that keeps its history from call to call. States: idle or in a turn, until closed.
 
     async with engine.session() as session:
         async for chunk in session.chat("Hi"):
@@ -227,12 +227,12 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Number of tokens in the history, which is the position of the next turn's first token."""
+        """Number of tokens in the history: the position of the next turn's first token."""
         return len(self.token_ids)
 
     @property
     def response(self) -> Response | None:
-        """The answer of the last turn that has ended or was stopped; None if there is none."""
+        """The answer of the last turn that ended or was stopped; None if there is none."""
         return self._conversation.response
 
     @property
@@ -253,23 +253,23 @@ class Session:
         adapter_name: str | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Generation:
-        """Return the answer of the next turn, as `AsyncEngine.generate` does. Its first await may also raise
+        """Return the answer of the next turn, as `AsyncEngine.generate` does. The first await may also raise
         SessionBusy and SessionNotFound."""
         return self.turn(
             prompt=prompt, config=gen_config, do_preprocess=do_preprocess, adapter_name=adapter_name, options=options
         )
 
     def turn(self, index: int = 0, **fields: Any) -> Generation:
-        """Return the answer to a call with these fields as the next turn; `index`: of the prompt within a batch."""
+        """Return the answer to a call with these fields as the next turn. `index`: of the prompt within a batch."""
         call = Call(conversation=self._conversation, **fields)
         return Generation(self._engine, call, index=index, session=self)
 
     def rewind(self, step: int) -> None:
-        """Cut the history to its first `step` tokens. Raises InvalidParameter when there are fewer."""
+        """Cut the history to its first `step` tokens. Raises InvalidParameter if there are fewer."""
         self._conversation.past = self._conversation.cut(step)
 
     def fork(self) -> Session:
-        """Return a second conversation with the same history. Both go on independently and share cached blocks.
+        """Return a second conversation with the same history. The two continue independently and share cached blocks.
 
         Raises SessionBusy, SessionNotFound.
         """

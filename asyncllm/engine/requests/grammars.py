@@ -20,17 +20,17 @@ from asyncllm.text.tokenizer import Tokenizer
 __all__ = ["Grammars", "ends_of"]
 
 MAX_KEPT = 256
-"""Most compiled grammars; one takes up to 0.6 MB."""
+"""Maximum number of cached grammars; each takes up to 0.6 MB."""
 MAX_KEPT_CHARACTERS = 4 * 2**20
-"""Most characters of their sources."""
+"""Maximum number of characters of their sources."""
 MAX_COMPILING = 2
-"""Most threads at once. A thread cannot be stopped, so one that takes too long counts until it ends."""
+"""Maximum number of compiling threads. A thread cannot be stopped, so one that takes too long counts until it ends."""
 PATIENCE = 2.0
-"""Seconds for compiling a grammar, or waiting for it."""
+"""Maximum seconds to compile a grammar, or to wait for it."""
 
 
 def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tuple[int, ...]:
-    """Return the tokens that end an answer; empty if the model takes no grammars."""
+    """Return the tokens that end an answer; empty if the model does not support grammars."""
     found = dict.fromkeys([*tokenizer.eos_token_ids, *template.end_tokens(tokenizer)])
     # A tokenizer may know more tokens than the model has embeddings.
     ends = [token for token in found if token < limits.vocab_size]
@@ -41,13 +41,14 @@ class Grammars:
     """One model's compiled grammars. Belongs to one event loop."""
 
     def __init__(self, compiler: GrammarCompiler | None, elsewhere: TakesGrammars | None = None) -> None:
-        """`compiler`: None if the model takes no grammars. `elsewhere`: an executor that has to compile them too."""
+        """`compiler`: None if the model does not support grammars. `elsewhere`: an executor that compiles them as
+        well."""
         self._compiler = compiler
         self._elsewhere = elsewhere
         self._kept: OrderedDict[Hashable, tuple[CompiledGrammar, int]] = OrderedDict()
         self._characters = 0
         self._compiling: dict[Hashable, asyncio.Future[CompiledGrammar]] = {}
-        """Key -> future of a grammar that is being compiled, shared by all requests that wait for it."""
+        """Key -> future of a grammar being compiled, shared by all requests that wait for it."""
         self._num_threads = 0
 
     async def of(
@@ -58,8 +59,8 @@ class Grammars:
         prompt_ids: list[int],
         encoder: PromptEncoder,
     ) -> AnswerGrammar | None:
-        """Return the grammar of the answers to a prompt; None if there is none. `prompt`: before rendering; None for a
-        prompt without a template. Raises InvalidRequest, QueueFull."""
+        """Return the grammar of the answers to a prompt, or None. `prompt`: before rendering; None for a prompt without
+        a template. Raises InvalidRequest, QueueFull."""
         splitter = encoder.splitter
         spec = grammar_of(config.response_format)
         if prompt is not None and splitter.holds(options, spec):
@@ -137,7 +138,7 @@ class Grammars:
     ) -> asyncio.Future[CompiledGrammar]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CompiledGrammar] = loop.create_future()
-        # Retrieve the error, as all requests that waited for it may have left.
+        # Retrieve the error, because all requests that waited for it may have left.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._compiling[key] = future
         self._num_threads += 1
@@ -171,7 +172,7 @@ class Grammars:
             try:
                 loop.call_soon_threadsafe(finish, compiled, error)
             except RuntimeError:
-                return  # the loop was closed meanwhile
+                return  # The event loop was closed meanwhile.
 
         threading.Thread(target=run, name="asyncllm-grammar", daemon=True).start()
         return future

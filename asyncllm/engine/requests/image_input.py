@@ -1,4 +1,4 @@
-"""ImageInput: loads the images of a prompt, and gives them their tokens."""
+"""ImageInput: loads the images of a prompt, and inserts their tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asyncllm.text.image_marks import (
 __all__ = ["ImageInput"]
 
 IMAGE_SIZE = 2**16
-"""Characters of text whose encoding takes as long as decoding and resizing an image."""
+"""Characters of text that take as long to encode as an image takes to decode and resize."""
 
 FILE_FRAMES = 64
-"""Images that take as long as a video file."""
+"""Number of images that take as long as a video file."""
 
 _Options = Mapping[str, int | float | str]
 
@@ -39,10 +39,10 @@ class _Offload(Protocol):
 
 
 class ImageInput:
-    """Loads images in threads and gives them their places. Holds no state of a request."""
+    """Loads images in threads and places their tokens. Holds no state of a request."""
 
     def __init__(self, preparation: ImagePreparation | None, offload: _Offload) -> None:
-        """`preparation`: of the model's family; None for a model that takes only text."""
+        """`preparation`: the image preparation of the model's family; None for a text-only model."""
         self._preparation = preparation
         self._processor = None if preparation is None else preparation.processor
         self._offload = offload
@@ -52,8 +52,8 @@ class ImageInput:
     ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and the prepared images in order.
 
-        `mm_processor_kwargs` of the options applies to all images; options of an image's own part take precedence.
-        `before`: images of the conversation so far. Each is loaded in a thread, at the owner's turn. Raises
+        `mm_processor_kwargs` in the options applies to all images; an image part's own options take precedence.
+        `before`: images of the conversation so far. Each image is loaded in a thread, at its owner's turn. Raises
         InvalidRequest, EngineError.
         """
         usual = self._checked(options.mm_processor_kwargs)
@@ -64,7 +64,7 @@ class ImageInput:
                 raise UnsupportedFeature(
                     "The prompt has images, but this model takes only text. Load a vision-language model.", "messages"
                 )
-            return prompt, []  # the check of messages refuses it, and names the place
+            return prompt, []  # The check of messages refuses it and names the place.
         marked, sources = take_images(prompt)
         cutting = self._processor
         if (
@@ -82,7 +82,7 @@ class ImageInput:
         self, source: ImageSource, usual: _Options, owner: Hashable, cache_salt: str | None
     ) -> PromptImage:
         preparation = self._preparation
-        assert preparation is not None  # as `take` has seen
+        assert preparation is not None  # `take` has checked this.
         known = VIDEO_OPTIONS if source.is_video else OPTIONS
         options = {**{name: value for name, value in usual.items() if name in known}, **source.options}
         prepare = partial(preparation.prepare, source.image, options, cache_salt)
@@ -98,7 +98,7 @@ class ImageInput:
         return await self._offload(partial(prepare, is_video=True), IMAGE_SIZE * count, owner)
 
     def _checked(self, options: _Options | None) -> _Options:
-        """Return a request's options for images. Raises InvalidParameter."""
+        """Return a request's image options. Raises InvalidParameter."""
         if not options:
             return {}
         if self._processor is None:
@@ -116,8 +116,8 @@ class ImageInput:
         return options
 
     def written(self, text: str, images: Sequence[PromptImage]) -> str:
-        """Return a text with the family's placeholders in place of the marks. What the template writes itself stays if
-        it differs in blanks alone."""
+        """Return a text with the family's placeholders in place of the marks. Placeholders that the template itself
+        writes stay if they differ only in white space."""
         if self._processor is None:
             return text
         usual, ((_, first), *others) = self._processor.placeholder, split_marks(text)
@@ -129,9 +129,9 @@ class ImageInput:
     def placed(
         self, known: Sequence[int], ids: Sequence[int], images: Sequence[PromptImage]
     ) -> tuple[list[int], list[PromptImage]]:
-        """Return `known` and the ids that follow, with the images' tokens in their places, and the images there.
+        """Return `known` and the following ids with the images' tokens inserted, and the images in the latter.
 
-        Raises InvalidMessage unless the ids have a place for each image.
+        Raises InvalidMessage unless the ids have one place per image.
         """
         processor, token_ids = self._processor, list(known)
         if processor is None:

@@ -1,7 +1,7 @@
-"""InputProcessor turns a Call, what a caller asks of the engine, into a checked Request.
+"""InputProcessor turns a Call, the unchecked arguments of a caller, into a checked Request.
 
 All errors in the user's input are raised here. Scheduler and model side can rely on a Request: its ids are in the
-vocabulary, its parameters in range, and the prompt and at least one new token fit.
+vocabulary, its parameters are in range, and the prompt and at least one new token fit.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from asyncllm.types import Pooled
 __all__ = ["Call", "InputProcessor", "Wanted"]
 
 Wanted = Literal["answer", "scores", "logits", "embedding"]
-"""What a prompt is computed for: an answer, log-probabilities of its own tokens, the logits after each of them, or its
+"""What a prompt is computed for: an answer, log-probabilities of its own tokens, the logits after each token, or its
 pooled hidden states."""
 
 GREEDY_BELOW = 1e-3
-"""Temperatures under this count as 0: dividing float32 logits by them overflows."""
+"""Temperatures below this count as 0, because dividing float32 logits by them overflows."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `generate`, `chat`, `get_ppl`, `get_logits`, `embed` or `classify`, not checked yet."""
+    """One unchecked call of `generate`, `chat`, `get_ppl`, `get_logits`, `embed` or `classify`."""
 
     wanted: Wanted = "answer"
     prompt: Any = None
@@ -58,30 +58,30 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     streaming: bool = True
     adapter_name: str | None = None
     pooling: Pooled | None = None
-    """What `embed` or `classify` makes of the hidden states."""
+    """How `embed` or `classify` pools the hidden states."""
 
     conversation: Conversation | None = None
     """The conversation of a call of `Session.chat`."""
     session_id: int | None = None
-    """A label for `stop_session`, or, if one of the next two is False, the conversation that this is a turn of."""
+    """A label for `stop_session`; or, if one of the next two is False, the conversation that this is a turn of."""
     sequence_start: bool = True
     sequence_end: bool = True
     step: int = 0
-    """Tokens of the conversation after which the turn comes; 0: all."""
+    """Number of tokens of the conversation to keep before this turn; 0: all."""
 
     @property
     def is_turn(self) -> bool:
-        """Whether this is a turn of a conversation that is kept."""
+        """Whether this is a turn of a stored conversation."""
         return self.conversation is not None or not (self.sequence_start and self.sequence_end)
 
     @property
     def renders(self) -> bool:
-        """Whether the chat template writes a part of the prompt."""
+        """Whether the chat template writes part of the prompt."""
         return self.do_preprocess and self.input_ids is None
 
 
 NOTHING_SAID = History([], [])
-"""The history of a prompt that is no turn of a session."""
+"""The history of a prompt that is not a turn of a session."""
 
 
 class _Asked(NamedTuple):
@@ -92,11 +92,11 @@ class _Asked(NamedTuple):
     policy: RequestPolicy
     adapter: Adapter | None
     encoder: PromptEncoder
-    """With the chat template of the adapter, or of the model."""
+    """The encoder with the chat template of the adapter or the model."""
 
 
 class InputProcessor:
-    """Checks calls and makes requests of them. Keeps no state of a request."""
+    """Checks calls and builds requests from them. Keeps no state of a request."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class InputProcessor:
         self._next_id = 0
 
     async def prepare(self, call: Call, delivery: Delivery) -> Request:
-        """Return the request of a call, whose chunks will go to `delivery`.
+        """Return the request of a call; its chunks will go to `delivery`.
 
-        A turn occupies its session. Raises InvalidRequest, SessionError, EngineError, after which the conversation is
+        A turn occupies its session. Raises InvalidRequest, SessionError, EngineError, and then leaves the conversation
         unchanged.
         """
         asked = self._check(call)
@@ -156,7 +156,7 @@ class InputProcessor:
         return request
 
     def _check(self, call: Call) -> _Asked:
-        """Check the parts of a call that do not depend on the prompt. Raises InvalidRequest."""
+        """Check the parts of a call that do not depend on its prompt. Raises InvalidRequest."""
         adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
         encoder = self.encoder_for(call.adapter_name)
         options = encoder.options(call.options, renders=call.renders)
@@ -169,12 +169,12 @@ class InputProcessor:
         return _Asked(config, options, policy, adapter, encoder)
 
     def encoder_for(self, adapter_name: str | None) -> PromptEncoder:
-        """Return what encodes prompts for an adapter, or for the model itself. Raises InvalidParameter."""
+        """Return the prompt encoder for an adapter, or for the model itself. Raises InvalidParameter."""
         found = None if adapter_name is None else self._adapters.encoder_of(adapter_name)
         return self._encoder if found is None else found
 
     def _policy(self, options: RequestOptions) -> RequestPolicy:
-        """Return how the request ranks among the others. Its timeout begins now. Raises InvalidParameter."""
+        """Return how the request ranks among others. Its timeout starts now. Raises InvalidParameter."""
         if options is DEFAULT_OPTIONS and self._quality is None:
             return ORDINARY
         if self._quality is None and options.user_id is not None:
@@ -242,9 +242,9 @@ class InputProcessor:
         history_len: int,
         images: Sequence[PromptImage],
     ) -> Request:
-        """Return the request of a checked call with this prompt. Raises InvalidRequest.
+        """Build the request of a checked call with this prompt. Raises InvalidRequest.
 
-        `written`: what the chat template has written, with marks in place of images; None: it has not.
+        `written`: the output of the chat template, with marks in place of images; None if there was none.
         """
         self._check_prompt(call, prompt_ids)
         encoder, config = self._encoder, asked.config
@@ -294,7 +294,7 @@ class InputProcessor:
             )
 
     def _image_adapter(self) -> Adapter | None:
-        """Return the adapter of prompts with images that name none; None if the family has none for them. Raises
+        """Return the adapter for prompts with images that name no adapter; None if the family needs none. Raises
         InvalidParameter."""
         name = self._encoder.image_adapter
         if name is None or name in self._adapters.paths:
@@ -307,7 +307,7 @@ class InputProcessor:
         )
 
     def _params(self, config: GenerationConfig, words: Words, grammar: AnswerGrammar | None) -> list[SamplingParams]:
-        """Return how each of the `n` answers is sampled. Raises InvalidParameter."""
+        """Return the sampling parameters of each of the `n` answers. Raises InvalidParameter."""
         bias = tuple(sorted((config.logit_bias or {}).items()))
         self._encoder.check_token_ids([token for token, _ in bias], "logit_bias")
         allowed = self._encoder.check_token_ids(config.allowed_token_ids or (), "allowed_token_ids")

@@ -1,7 +1,7 @@
-"""Embeddings and scores, made of the pooled hidden states of a prompt.
+"""Embeddings and scores, computed from the pooled hidden states of a prompt.
 
-The prompt is computed in chunks like any other, and no token follows it. The model side adds up the hidden states; here
-a few thousand numbers are scaled.
+The prompt is computed in chunks like any other, and no token follows it. The model side sums the hidden states; this
+module scales the result, a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class EmbeddingForm:
         hidden_size: int,
         defaults: EmbeddingDefaults,
     ) -> None:
-        """None takes the checkpoint's setting. Raises InvalidParameter, and UnsupportedFeature if the checkpoint's own
-        pooling is not implemented."""
+        """None selects the checkpoint's setting. Raises InvalidParameter, and UnsupportedFeature if the checkpoint's
+        own pooling is not implemented."""
         if pooling is None:
             if defaults.refused:
                 raise UnsupportedFeature(
@@ -74,7 +74,7 @@ class ScoreForm:
     """How pooled hidden states become scores."""
 
     def __init__(self, limits: Limits) -> None:
-        """Raises UnsupportedFeature for a model without such a head."""
+        """Raise UnsupportedFeature for a model without a score head."""
         if not limits.num_labels:
             raise UnsupportedFeature(
                 "The model has no head that scores sequences. Load a checkpoint of a class that ends in "
@@ -106,7 +106,7 @@ async def pool(
     options: RequestKeywords,
     adapter_name: str | None = None,
 ) -> _Made | list[_Made]:
-    """Return the result of `form` for one prompt, or for each of a list in order. The first error ends all of them."""
+    """Return the result of `form` for one prompt, or for a list of prompts in order. The first error ends them all."""
     single = _is_single(prompts)
     items: list[Any] = [prompts] if single else list(prompts)
     same: dict[str, Any] = {"pooling": form.pooling, "adapter_name": adapter_name, "options": options}
@@ -115,7 +115,7 @@ async def pool(
     try:
         for request in requests:
             await request.start()
-            await asyncio.sleep(0)  # many prompts do not hold up the loop
+            await asyncio.sleep(0)  # Many prompts must not block the event loop.
         for request in requests:
             made.append(form.of_chunk(await request.only_chunk()))
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def _call(item: Any, **same: Any) -> Call:
 
 
 def _is_single(prompts: EmbeddingInput) -> bool:
-    """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
+    """Return whether this is a single prompt rather than a list. Raises InvalidMessage if it is neither."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):

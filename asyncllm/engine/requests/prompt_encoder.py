@@ -30,25 +30,25 @@ __all__ = ["DEFAULT_OPTIONS", "PromptEncoder", "Rendered"]
 Result = TypeVar("Result")
 
 INLINE_SIZE = 4096
-"""Most characters of a text that is encoded on the event loop, about 1 ms. Longer ones go to a thread."""
+"""Maximum number of characters encoded on the event loop, about 1 ms. Longer texts go to a thread."""
 
 IDS_PER_CHARACTER = 16
-"""Token ids whose check takes as long as encoding a character."""
+"""Token ids that take as long to check as a character takes to encode."""
 
 PART_SIZE = 64
-"""Characters whose encoding takes as long as rendering a message, part or field."""
+"""Characters that take as long to encode as a message, part or field takes to render."""
 
 PROBED = 8
-"""Characters per token that fits: so much of a much longer text is encoded, to see whether it may fit at all."""
+"""Characters per available token: this much of a far longer text is encoded, to see whether it can fit at all."""
 
 CHARACTERS_PER_TOKEN = 8
-"""Most characters of texts that wait to be encoded, if the engine bounds the tokens that wait."""
+"""Maximum characters per token of texts waiting to be encoded, if the engine bounds the waiting tokens."""
 
 DEFAULT_OPTIONS = RequestOptions()
 
 
 class Rendered(NamedTuple):
-    """A prompt's text, and the spans in which the spelling of a special token is plain text of the user."""
+    """A prompt's text, and the spans in which a special token's spelling is plain text of the user."""
 
     text: str
     literal_spans: Sequence[tuple[int, int]] = ()
@@ -65,39 +65,39 @@ class PromptEncoder:
         config: EngineConfig,
         images: ImagePreparation | None = None,
     ) -> None:
-        """`images`: preparation of images; None for a model that takes only text."""
+        """`images`: the image preparation; None for a text-only model."""
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = limits.vocab_size
         adapted = None if images is None else images.processor
         self.image_adapter = adapted.adapter_name if isinstance(adapted, AdaptedProcessor) else None
-        """Name of the adapter of prompts with images, in a family that has one for them."""
+        """Name of the adapter for prompts with images, in a family that has one."""
         self.session_len = min(limits.max_position, config.session_len or limits.max_position)
-        """Most tokens of prompt, history and answer together."""
+        """Maximum number of tokens of history, prompt and answer together."""
         self._pool_tokens = pool_tokens(limits, 0 if images is None else images.processor.joint)
         pieces = [] if tokenizer.table is None else tokenizer.table.pieces
         self._longest_piece = max((len(piece) for piece in pieces if piece), default=0)
         """Bytes of the longest token; 0 if unknown."""
         self._config = config
         self.splitter = Splitter(template, tokenizer, config)
-        """The form of answers, by the template."""
+        """The format of answers, according to the template."""
         self.gate = RequestGate()
-        """Lets new requests begin a few at a time."""
+        """Lets new requests start a few at a time."""
         self._threads = TextThreads(CHARACTERS_PER_TOKEN * config.max_queued_tokens)
         self.images = ImageInput(images, self.offload)
 
     def with_template(self, template: ChatTemplate) -> Self:
-        """Return an encoder with another chat template, which shares all else, threads included."""
+        """Return an encoder with another chat template that shares everything else, including the threads."""
         other = copy.copy(self)
         other.template, other.splitter = template, Splitter(template, self.tokenizer, self._config)
         return other
 
     def close(self) -> None:
-        """Let the encoding threads end after their present work."""
+        """Let the encoding threads end after their current work."""
         self._threads.close()
 
     def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
-        """Return the keywords of a call, checked; `renders`: the chat template writes its prompt.
+        """Return the checked keywords of a call. `renders`: the chat template writes its prompt.
 
         Raises InvalidRequest."""
         if not keywords:
@@ -151,7 +151,7 @@ class PromptEncoder:
     def _restored(self, literals: Literals, text: str, images: Sequence[PromptImage]) -> Rendered:
         """Return a text that was rendered from marked messages, with its marks resolved."""
         text, spans = literals.restore(self.images.written(text, images))
-        # Without a template the prompt is the user's own, including its special tokens.
+        # Without a template the user wrote the whole prompt, including its special tokens.
         return Rendered(text, spans if self.template.capability == "chat" else ())
 
     def encode(self, prompt: Rendered, *, add_bos: bool = True, whole: bool = False, bounded: bool = True) -> list[int]:
@@ -176,7 +176,7 @@ class PromptEncoder:
         """Return the token ids of a text or of messages, rendered and encoded in a thread if they are long.
 
         Owners of long texts take turns. `whole`: nothing follows the text, which gets the final tokens of the
-        checkpoint's tokenizer. `bounded`: a text that cannot fit is refused before all of it is encoded. Raises
+        checkpoint's tokenizer. `bounded`: refuse a text that cannot fit before encoding all of it. Raises
         InvalidRequest, EngineError.
         """
 
@@ -189,7 +189,7 @@ class PromptEncoder:
         return await self.offload(encode, size, owner)
 
     async def given_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
-        """Return `check_token_ids`, in a thread if they are many."""
+        """Return `check_token_ids`, run in a thread for a long list."""
         await self.gate.enter()
         size = len(token_ids) if isinstance(token_ids, Sequence) else 0
         return await self.offload(lambda: self.check_token_ids(token_ids, name), size // IDS_PER_CHARACTER)
@@ -219,7 +219,7 @@ class PromptEncoder:
         self, past: History, prompt: Any, images: Sequence[PromptImage], options: RequestOptions
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of messages that follow others, and the images of both."""
-        self.render(prompt, do_preprocess=True, options=options)  # raises for errors in the new messages
+        self.render(prompt, do_preprocess=True, options=options)  # Raises for errors in the new messages.
         literals = Literals(self.tokenizer)
         before, new = literals.mark(past.messages()), literals.mark(as_messages(prompt))
         answer = literals.mark_text(past.turns[-1].answer)
@@ -260,7 +260,7 @@ class PromptEncoder:
                     images=images,
                 )
                 encoded.append(self.images.placed([], ids, images)[0])
-            await asyncio.sleep(0)  # so that many prompts do not delay the event loop
+            await asyncio.sleep(0)  # Many prompts must not block the event loop.
         return encoded
 
     def check_token_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
@@ -287,7 +287,7 @@ class PromptEncoder:
         return min(self.session_len, self._pool_tokens) - prompt_len
 
     def _check_size(self, text: str) -> None:
-        """Raise ContextLengthExceeded for a text that has too many tokens in any case, without encoding all of it."""
+        """Raise ContextLengthExceeded, without encoding all of it, for a text that certainly has too many tokens."""
         limit = min(self.session_len, self._pool_tokens)
         if len(text) <= limit:
             return
@@ -299,13 +299,13 @@ class PromptEncoder:
         beginning = PROBED * limit
         if len(text) > 2 * beginning:
             least = len(self.tokenizer.encode(text[:beginning], add_bos=False))
-            # At a cut, a few tokens may differ from those of the whole text.
+            # Near the cut, a few tokens may differ from those of the whole text.
             if least > limit + limit // 16 + 64:
                 self.room(least, 1, at_least=True)
 
     async def offload(self, call: Callable[[], Result], size: int, owner: Hashable = None) -> Result:
         """Return the result of `call`, which takes as long as encoding a text of `size` characters, or decoding as many
-        tokens. A long one runs in a thread, at the owner's turn. Raises EngineClosed, QueueFull."""
+        tokens. A long call runs in a thread, at its owner's turn. Raises EngineClosed, QueueFull."""
         return call() if size <= INLINE_SIZE else await self._threads.run(call, size, owner)
 
 

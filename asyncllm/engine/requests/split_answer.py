@@ -1,4 +1,4 @@
-"""SplitAnswer separates reasoning, content and calls of tools in an answer while it is generated."""
+"""SplitAnswer separates reasoning, content and tool calls in an answer while it is generated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
 __all__ = ["SplitAnswer", "Splitter", "Splitting", "make_answers"]
 
 PROMPT_END = 64
-"""Tokens at the end of a prompt that are searched for the beginning of the answer that the template writes."""
+"""Tokens at the end of a prompt that are searched for the beginning of an answer written by the template."""
 
 
 class Splitting:
@@ -47,16 +47,16 @@ class Splitting:
 
 
 class Splitter:
-    """The form of a model's answers, by its template and the engine's settings. Immutable."""
+    """The format of a model's answers, according to its template and the engine's settings. Immutable."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        """Raises InvalidParameter for unknown names of parsers."""
+        """Raise InvalidParameter for unknown parser names."""
         source = template.source if template.capability == "chat" else None
         parser = config.tool_call_parser
         self._tokenizer = tokenizer
         self._reads_tools = template.reads_tools
         self.form = reply_format(source, tokenizer, tool_parser=parser, reasoning=config.reasoning_parser)
-        """Format of replies, as far as known."""
+        """Format of replies, as far as it is known."""
         self._unsplit = reply_format(source, tokenizer, tool_parser=parser, reasoning=NO_PARSER)
         """Format for requests whose reasoning stays in the text."""
 
@@ -76,7 +76,7 @@ class Splitter:
             )
 
     def splitting(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> Splitting | None:
-        """Return how answers to a rendered prompt are split; None if they are text alone.
+        """Return how answers to a rendered prompt are split; None if they are plain text.
 
         `messages`: the prompt before rendering; None for a prompt without a template.
         """
@@ -90,7 +90,7 @@ class Splitter:
         return Splitting(form, tools, inside=inside, most_calls=options.parallel_tool_calls is False)
 
     def holds(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
-        """Return whether a grammar applies to the whole reply, and not to its content alone."""
+        """Return whether a grammar applies to the whole reply rather than to its content alone."""
         if content is None and not options.tools:
             return False
         choice = options.choice
@@ -107,7 +107,7 @@ class Splitter:
         return held_reply(form, self._tokenizer, tools, choice or ToolChoice(), content, many=many)
 
     def grammar_start(self, messages: Any, options: RequestOptions, prompt_ids: list[int], field: str) -> GrammarStart:
-        """Return where an answer's grammar begins. Raises UnsupportedFeature for `field` if that is not known.
+        """Return where an answer's grammar begins. Raises UnsupportedFeature for `field` if that is unknown.
 
         `messages`: the prompt before rendering; None for a prompt without a template.
         """
@@ -132,12 +132,12 @@ class Splitter:
         return GrammarStart(False, None if is_over or closes is None else opens, closes, begins)
 
     def _first_token(self, opener: str) -> int | None:
-        """Return the id of the special token that a marker begins with, or is; None if there is none."""
+        """Return the id of the special token that a marker begins with, or None."""
         found = self._tokenizer.spellings.pattern.match(opener)
         return self._tokenizer.token_id(found[0] if found else opener)
 
     def _beginning(self, messages: Any, options: RequestOptions, prompt_ids: list[int]) -> tuple[str, bool]:
-        """Return the end of the prompt's text, and whether an answer to it begins inside the reasoning."""
+        """Return the end of the prompt's text, and whether the answer begins inside the reasoning."""
         continued = None
         if options.continues is not False and not isinstance(messages, str) and messages[-1]["role"] == "assistant":
             content = messages[-1].get("content")
@@ -148,7 +148,7 @@ class Splitter:
 
 
 class SplitAnswer(Answer):
-    """An answer whose text is its content alone. Stop words count in the content only."""
+    """An answer whose text is only its content. Stop words apply to the content only."""
 
     __slots__ = (
         "_calls",
@@ -182,14 +182,14 @@ class SplitAnswer(Answer):
         self._thoughts: list[str] = []
         self._num_thoughts_sent = 0
         self._calls: list[tuple[str, str, list[str]]] = []
-        """Id, name and pieces of the arguments of each call."""
+        """Id, name and argument pieces of each call."""
         self._unsent_calls: list[ToolCallPiece] = []
         self.reasoning_tokens = 0
-        """Tokens of reasoning, its marks included."""
+        """Number of reasoning tokens, including the marks."""
 
     @property
     def text(self) -> str:
-        """All text so far, with reasoning and calls as the model wrote them. A conversation continues it."""
+        """All text so far, with reasoning and calls as the model wrote them. A conversation continues this text."""
         return "".join(self._raw)
 
     @property
@@ -216,7 +216,7 @@ class SplitAnswer(Answer):
             self._handle(self._reply.push(self._codes.get(token, text)))
             self.reasoning_tokens += was_thinking or self._reply.thinking
             if self._reply.thinking and not was_thinking and not (self._parts or self._calls or self._thoughts):
-                # The mark may be of several tokens, and is read at its last one.
+                # The mark may consist of several tokens, and is recognized at the last one.
                 self.reasoning_tokens = self.num_read
         if self.over:
             return
@@ -244,7 +244,7 @@ class SplitAnswer(Answer):
                     self._thoughts.append(text)
                 case CallStart(index, name):
                     if self._matcher is not None:
-                        # A stop word cannot continue behind a call.
+                        # A stop word cannot continue across a call.
                         self._add(self._matcher.flush())
                     call_id = f"call_{uuid.uuid4().hex[:24]}"
                     self._calls.append((call_id, name, []))
@@ -254,7 +254,7 @@ class SplitAnswer(Answer):
                     self._unsent_calls.append(ToolCallPiece(index=index, arguments=arguments))
 
     def _cut_raw(self, stop_word: str) -> None:
-        """Leave the stop word out of the text that a conversation continues, as the content has none either."""
+        """Remove the stop word from the text that a conversation continues, as from the content."""
         before, word, _ = self.text.rpartition(stop_word)
         self._raw = [before + word if self._includes_stop else before]
 
@@ -286,7 +286,7 @@ def make_answers(
     stop_ids: frozenset[int],
     splitting: Splitting | None,
 ) -> list[Answer]:
-    """Return the `n` answers to a prompt. `splitting`: how to separate reasoning and calls; None: they are text."""
+    """Return the `n` answers to a prompt. `splitting`: how to separate reasoning and calls; None: plain text."""
     make = Answer if splitting is None else partial(SplitAnswer, splitting)
     return [
         make(

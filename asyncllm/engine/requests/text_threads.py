@@ -1,4 +1,4 @@
-"""TextThreads: renders and encodes long texts in threads, so that the event loop stays free, owners in turn."""
+"""TextThreads: renders and encodes long texts in threads, so that the event loop stays free. Owners take turns."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Result = TypeVar("Result")
 
 THREADS = 2
 LARGE = 2**20
-"""Characters of a text from which encoding takes tens of megabytes, which the C library would keep."""
+"""Characters from which encoding a text takes tens of megabytes, which the C library would keep."""
 
 
 class _Job:
-    """A call that waits for a thread, or runs in one."""
+    """A call that waits for a thread or runs in one."""
 
     __slots__ = ("call", "done", "size")
 
     def __init__(self, call: Callable[[], Any], size: int, done: asyncio.Future[Any]) -> None:
         self.call: Callable[[], Any] | None = call
-        """None once the caller has left, so that its arguments are not kept until its turn."""
+        """None once the caller has left, so that the call's arguments are not kept until its turn."""
         self.size = size
         self.done = done
 
@@ -37,7 +37,7 @@ class TextThreads:
     event loop."""
 
     def __init__(self, most_waiting: int = 0) -> None:
-        """`most_waiting`: characters that may wait for a thread; 0: any number."""
+        """`most_waiting`: maximum number of characters that wait for a thread; 0: no limit."""
         self._most_waiting = most_waiting
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
@@ -48,7 +48,7 @@ class TextThreads:
         self._num_running = 0
 
     def close(self) -> None:
-        """Let the threads end after their present calls. Waiting calls get EngineClosed."""
+        """Let the threads end after their current calls. Waiting calls raise EngineClosed."""
         self._closed = True
         for lane in self._waiting.values():
             for job in lane:
@@ -60,9 +60,9 @@ class TextThreads:
             self._pool = None
 
     async def run(self, call: Callable[[], Result], size: int, owner: Hashable) -> Result:
-        """Return the result of `call`, run in a thread at the owner's turn. `size`: characters that it handles. The
-        owner of calls of requests that are in the engine already is None. Raises the errors of `call`, EngineClosed,
-        and for other owners QueueFull when too much waits."""
+        """Return the result of `call`, run in a thread at the owner's turn. `size`: characters that it handles. Calls
+        of requests that are already in the engine have the owner None. Raises the errors of `call`, EngineClosed, and
+        QueueFull for other owners when too much waits."""
         if self._closed:
             raise _closed()
         if (
@@ -85,10 +85,10 @@ class TextThreads:
             return result
         finally:
             job.call = None
-            del job, call  # an error refers to this frame, and the future refers to the error
+            del job, call  # An error refers to this frame, and the future refers to the error.
 
     def _start(self) -> None:
-        """Give free threads work."""
+        """Give work to free threads."""
         while self._num_running < THREADS and self._waiting:
             owner, lane = next(iter(self._waiting.items()))
             job = lane.popleft()
@@ -132,7 +132,7 @@ def _worked(call: Callable[[], Result], size: int) -> Result:
 
 
 def _give_back() -> None:
-    """Let the C library return unused memory to the system, if it can."""
+    """Let the C library return unused memory to the system, if possible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -15,13 +15,13 @@ from asyncllm.text.detokenizer import StopWords
 __all__ = ["WordEncoder", "Words"]
 
 WORD_SIZE = 256
-"""Characters of text that take as long to encode as a bad word, besides the word's own."""
+"""Fixed cost of encoding a bad word, in characters of text."""
 
 KNOWN_WORDS = 16
-"""Encoded word lists that are kept for later requests."""
+"""Number of encoded word lists kept for later requests."""
 
 MAX_STOP_CHARACTERS = 2**19
-"""Most characters of a request's stop words, times its answers."""
+"""Maximum characters of a request's stop words, times its number of answers."""
 
 
 class Words(NamedTuple):
@@ -30,18 +30,18 @@ class Words(NamedTuple):
     stop_ids: frozenset[int]
     """Tokens that end the answer."""
     stop_words: StopWords
-    """What ends the answer as text."""
+    """Texts that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
     """Token sequences that are never completed."""
 
 
 class WordEncoder:
-    """Encodes words by the model's tokenizer. Used in the event loop's thread."""
+    """Encodes words with the model's tokenizer. Used in the event loop's thread."""
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
         self._known: OrderedDict[tuple[Any, ...], Words] = OrderedDict()
-        """Words of the latest configs. The prompts of a batch share them."""
+        """Words of recent configs. The prompts of a batch share them."""
 
     async def of(self, config: GenerationConfig, template: ChatTemplate) -> Words:
         """Return the words of a config and a chat template, encoded in a thread if they are many. Raises
@@ -75,7 +75,7 @@ class WordEncoder:
     def _stops(self, config: GenerationConfig, stop_words: list[str]) -> tuple[frozenset[int], list[str]]:
         """Return the token ids that end the answer, and the stop words to look for in its text."""
         stop_ids = set(self._encoder.check_token_ids(config.stop_token_ids or (), "stop_token_ids"))
-        # The end of a constrained answer always counts.
+        # The end of a constrained answer always counts as a stop.
         ignores_end = config.ignore_eos and not config.is_held
         if not ignores_end:
             stop_ids.update(self._encoder.tokenizer.eos_token_ids)
@@ -84,7 +84,7 @@ class WordEncoder:
         for word in stop_words:
             special = self._special(word)
             if special is not None:
-                # A special token never shows in the text, so its id is looked for.
+                # A special token never appears in the text, so its id is looked for.
                 if word in own_words or not ignores_end:
                     stop_ids.add(special)
             elif word in own_words or not ignores_end:

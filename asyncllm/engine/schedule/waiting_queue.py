@@ -5,9 +5,9 @@ the same rule puts them first within their priority. With quality of service, th
 `QualityOfService` chooses the user.
 
 No request starves. Once the sequence that has waited longest has waited for `PATIENCE_S`, at most `MAX_PASSED` later
-requests in a row are admitted before it. Then it is next, whoever its user is, and it keeps its row as if it belonged
-to the highest class. If all sequences have waited that long, one admission in `MAX_PASSED` + 1 is out of order. The
-same bound applies to an admitted prompt of which steps compute nothing.
+requests in a row are admitted before it. Then it is next, regardless of its user, and it keeps its row as if it
+belonged to the highest class. If all sequences have waited that long, one admission in `MAX_PASSED` + 1 is out of
+order. The same bound applies to an admitted prompt of which steps compute nothing.
 
 A request that is predicted to miss its deadline yields to all others of its user. It is tried when none of them waits,
 the latest deadline first. A queue that is longer than the deadlines allow thus costs only the requests at its end.

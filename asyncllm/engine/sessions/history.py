@@ -22,9 +22,9 @@ class Said(NamedTuple):
     prompt: object
     """What the user passed."""
     messages: list[Message] | None = None
-    """The same as messages, with marks in place of images; None if no chat template wrote it."""
+    """The same as messages, with marks in place of images; None if no chat template wrote the prompt."""
     template: ChatTemplate | None = None
-    """What wrote it: the model's or an adapter's; None likewise."""
+    """The chat template that wrote it, the model's or an adapter's, or None."""
 
 
 class Turn:
@@ -40,7 +40,7 @@ class Turn:
 
 
 class History:
-    """The conversation up to some turn. Immutable: a further turn makes another History."""
+    """The conversation up to some turn. Immutable: another turn makes another History."""
 
     __slots__ = ("images", "token_ids", "turns")
 
@@ -52,8 +52,8 @@ class History:
         """The images in these tokens, in order."""
 
     def cut(self, step: int, tokenizer: Tokenizer) -> History:
-        """Return the history of the first `step` tokens, of which there are enough. Raises InvalidParameter within an
-        image."""
+        """Return the history of the first `step` tokens; there are at least as many. Raises InvalidParameter if `step`
+        is within an image."""
         if step == len(self.token_ids):
             return self
         images = [image for image in self.images if image.position < step]
@@ -68,7 +68,7 @@ class History:
             if turn.end > step:
                 turns = self.turns[:index]
                 if step > start:
-                    # A turn that is cut in its middle keeps the rest of its answer.
+                    # A turn cut in the middle keeps the rest of its answer.
                     answer_start = min(turn.answer_start, step)
                     answer = tokenizer.decode(token_ids[answer_start:])
                     turns.append(Turn(turn.said, answer_start, step, answer))
@@ -78,12 +78,12 @@ class History:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The chat template that wrote the latest turn that one has written; None if there is no such turn."""
+        """The chat template of the latest turn that was written by one; None if there is no such turn."""
         written = (turn.said.template for turn in reversed(self.turns))
         return next((template for template in written if template is not None), None)
 
     def messages(self) -> list[Message]:
-        """Return the conversation up to, and without, the last answer."""
+        """Return the conversation without the last answer."""
         messages: list[Message] = []
         for index, turn in enumerate(self.turns):
             messages.extend(turn.said.messages or [{"role": "user", "content": str(turn.said.prompt)}])

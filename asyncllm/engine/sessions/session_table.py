@@ -1,8 +1,7 @@
 """SessionTable: the open conversations of an engine by id. Conversation: one of them, with its history and pins.
 
-A conversation holds no row, no slot and no block between turns. Its blocks are entries of the prefix cache that it has
-pinned. While they are cached the next turn is cheap; if they were evicted it only takes longer. A fork shares one list
-of token ids.
+A conversation holds no row, slot or block between turns. It only pins its blocks in the prefix cache. While they are
+cached, the next turn is cheap; after eviction it only takes longer. A fork shares one list of token ids.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class Conversation:
     """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
 
     def __init__(self, table: SessionTable, id: int, past: History, root: PrefixRoot) -> None:
-        """`past`: the history, whose hash chain has this root."""
+        """`past`: the history. `root`: the root of its hash chain."""
         self._table = table
         self.id = id
         self.past = past
-        """The history up to the last turn that has ended."""
+        """The history up to the last turn that ended."""
         self.response: Response | None = None
-        """The answer of the last turn that has ended or was stopped."""
+        """The answer of the last turn that ended or was stopped."""
         self.closed = False
         self._root = root
         """Root of the hash chain of the last turn, whose blocks are pinned."""
@@ -39,13 +38,13 @@ class Conversation:
         self._request: Request | None = None
         """Request of the running turn, once its prompt is encoded."""
         self._goes_on_from = past
-        """The history before the running turn, which may be a cut of `past`."""
+        """The history before the running turn, possibly a cut of `past`."""
         self._said = Said(None)
         """The running turn's prompt."""
         self._closes = False
         """Whether the conversation ends with the running turn."""
         self._stop_asked = False
-        """Whether the running turn is to end as soon as its request exists."""
+        """Whether to end the running turn as soon as its request exists."""
 
     @property
     def busy(self) -> bool:
@@ -146,7 +145,7 @@ class Conversation:
 
 
 class SessionTable:
-    """The open conversations by id. `new` never gives an id twice."""
+    """The open conversations by id. `new` never reuses an id."""
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -184,7 +183,7 @@ class SessionTable:
         return conversation
 
     def find_or_start(self, session_id: int | None, *, sequence_start: bool, step: int) -> Conversation:
-        """Return the conversation that these parameters of `generate` name. Raises InvalidParameter,
+        """Return the conversation selected by these parameters of `generate`. Raises InvalidParameter,
         SessionNotFound."""
         if type(session_id) is not int:
             raise InvalidParameter(
@@ -206,11 +205,11 @@ class SessionTable:
             del self._open[conversation.id]
 
     def stop_request(self, request: Request) -> None:
-        """End the request of a turn of a conversation, at the engine loop's next turn."""
+        """End the request of a conversation's turn, at the engine loop's next turn."""
         self._loop.abandon(request)
 
     def pin(self, old: list[bytes], past: History, root: PrefixRoot) -> list[bytes]:
-        """Replace a conversation's pins in the prefix cache by those of its present history. Return the new ones."""
+        """Replace a conversation's pins in the prefix cache by those of its current history. Return the new ones."""
         cache = self._loop.scheduler.prefix_cache
         if cache is None:
             return []
