@@ -65,8 +65,11 @@ class HeadsLayerNorm(Layer):
         return (kernels.layer_norm(wide, torch.ones_like(wide[0, 0]), None, self.eps) * self.weight.float()).to(x.dtype)
 
     def divide(self, group: RankGroup) -> None:
-        share = self._num_heads // group.size
-        self.weight, self._first = nn.Parameter(self.weight[:share], requires_grad=False), group.rank * share
+        # With fewer key heads than ranks several have the same one.
+        copies = max(group.size // self._num_heads, 1)
+        share = max(self._num_heads // group.size, 1)
+        self.weight = nn.Parameter(self.weight[:share], requires_grad=False)
+        self._first = group.rank // copies * share
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         return {("weight", None, None): (self._num_heads, self.weight.shape[1])}

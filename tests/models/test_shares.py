@@ -78,8 +78,10 @@ def test_norms_add_up_what_comes_before_them(family: str) -> None:
         assert fused == (2 + STEPS) * most > 0
 
 
-def test_more_ranks_than_key_heads_have_the_same_ones() -> None:
-    case = Case("llama", "default")
+@pytest.mark.parametrize("family", ["llama", "cohere", "stablelm_12b"])
+def test_more_ranks_than_key_heads_have_the_same_ones(family: str) -> None:
+    """And their norms, where each head has one of its own."""
+    case = Case(family, "default")
     tokens = random_tokens(4, PROMPT + STEPS)
     with torch.inference_mode():
         whole = logits_of(open_case(case), tokens)
