@@ -1,9 +1,9 @@
 """Block groups: layers that share a block table keep the same tokens.
 
 Layers that see their whole context keep every token; layers with a sliding window keep the tokens that the window still
-reaches. Layers without a window are one kind, layers of each window another. A group has layers of one kind. All groups
-take their blocks from one pool, so a block has room for the layers of the largest group. If the kinds differ in their
-numbers of layers, the larger kind is divided into several groups, as long as little room is lost.
+reaches. Layers without a window are one kind, and layers with the same window are another. A group has layers of one
+kind. All groups take their blocks from one pool, so every block is large enough for the largest group. If the kinds
+differ in their number of layers, the larger kind is divided into several groups, as long as little memory is wasted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from asyncllm.layers.cache_spec import BlockPart, CacheSpec
 __all__ = ["LayerGroups", "add_parts", "bytes_of", "group_layers"]
 
 MOST_GROUPS = 8
-"""Most groups: each step uploads one block table for each."""
+"""Maximum number of groups: each step uploads one block table per group."""
 
 MOST_UNUSED = 0.25
-"""Factor by which the blocks of all groups may exceed what their layers need. Short sequences pay for it."""
+"""Maximum fraction by which the blocks of all groups may exceed what their layers need; short sequences pay for it."""
 
 LEAST_SAVED = 0.1
-"""Share of a long sequence's blocks that several groups have to free, to be worth it."""
+"""Minimum fraction of a long sequence's blocks that several groups have to free to be worthwhile."""
 
 LayerGroups = list[tuple[int | None, list[int]]]
-"""Each group's window and layers."""
+"""Window and layers of each group."""
 
 
 def group_layers(
     specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype, longest: int | None = None
 ) -> LayerGroups:
-    """Divide layers into groups, by their specs. `longest`: tokens of the longest sequence; as wide a window frees
-    none.
+    """Divide layers into groups by their specs. `longest`: tokens of the longest sequence; a window of that width frees
+    nothing.
 
-    If every division would waste too much, or save too little, one group keeps all tokens.
+    If every division would waste too much or save too little, one group keeps all tokens.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -63,7 +63,8 @@ def group_layers(
 
 
 def _sizes(groups: LayerGroups, specs: Sequence[CacheSpec], block_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes that all layers need for a block, and those of a block that is large enough for any group."""
+    """Return the bytes that all layers need for a block, and the bytes of a block that is large enough for any
+    group."""
     needed, shared = 0, list[BlockPart]()
     for _, layers in groups:
         parts: list[BlockPart] = []
@@ -77,7 +78,7 @@ def _sizes(groups: LayerGroups, specs: Sequence[CacheSpec], block_size: int, dty
 
 
 def add_parts(parts: list[BlockPart], more: Sequence[BlockPart]) -> list[int]:
-    """Add planes to the parts of equal shape and type, or new parts. Return the index of each."""
+    """Add planes to the parts of equal shape and dtype, or add new parts. Return the index of each."""
     indices = []
     for planes, shape, dtype in more:
         index = next((i for i, part in enumerate(parts) if part[1:] == (shape, dtype)), len(parts))

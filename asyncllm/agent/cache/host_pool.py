@@ -20,19 +20,20 @@ from asyncllm.protocol import SwapPlan
 __all__ = ["MIN_COPIED_TOKENS", "BlockTransfers", "allocate_host_pool", "staging_bytes"]
 
 STAGING_BYTES = 256 * 2**20
-"""Bytes of the staging area on the device: 32 blocks of Llama-3-8B, about 5 ms of a PCIe 5 link."""
+"""Size of the staging area on the device: 32 blocks of Llama-3-8B, about 5 ms of a PCIe 5 link."""
 
 MIN_COPIED_TOKENS = 16
-"""Fewer cached tokens than this are computed again on a GPU, as they ride along with a step. Llama-3-8B on one H200
-(`bench/swap.py`): up to 64 tokens copying and computing take the same 8 to 10 ms, which is what the host needs to
-launch the step; from 127 on copying is faster, 9.0 ms instead of 25.1 at 1,024. A block of 64 tokens takes 0.2 ms."""
+"""Fewer cached tokens are recomputed on a GPU, as part of a step that runs anyway. Llama-3-8B on an H200
+(`bench/swap.py`): up to 64 tokens, copying and recomputing take the same 8 to 10 ms, the time the host needs to launch
+the step; from 127 tokens on copying is faster, 9.0 ms instead of 25.1 at 1,024. Copying a block of 64 tokens takes 0.2
+ms."""
 
 
 def allocate_host_pool(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
     """Return zeros [num_blocks, planes, *shape] in host memory for each part of the layout. Each part of a block is
     contiguous there.
 
-    Raises ModelError if there is not enough memory.
+    Raises ModelError if memory is short.
     """
     try:
         return [zeros((num_blocks, part.planes, *part.shape), part.dtype, torch.device("cpu")) for part in layout.parts]
@@ -41,7 +42,7 @@ def allocate_host_pool(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
 
 
 def staging_bytes(config: EngineConfig, layout: CacheLayout) -> int:
-    """Return the most bytes of device memory that `BlockTransfers` takes."""
+    """Return the maximum bytes of device memory that `BlockTransfers` takes."""
     return _staged_blocks(layout.block_bytes) * layout.block_bytes if config.uses_host_blocks else 0
 
 
@@ -51,14 +52,14 @@ def _staged_blocks(num_bytes: int) -> int:
 
 
 class BlockTransfers:
-    """Copies blocks between a device's pool and the host's while steps are launched, without waiting for them.
+    """Copies blocks between a device's pool and the host's pool while steps are launched, without waiting for them.
 
-    A block has many pieces on the device, and one for each part on the host. To go to the host, blocks are first
-    gathered in a staging area by the computing stream, which is quick, and then copied by a stream of their own while
-    the step goes on. Copies to the device delay the step, which needs them. They, and the next gathering, wait for
-    copies to the host, so all copies happen as if in the order of their launches.
+    A block consists of many pieces on the device, and of one piece per part on the host. On the way to the host, blocks
+    are first gathered in a staging area by the computing stream, which is quick, and then copied on a separate stream
+    while the step continues. Copies to the device delay the step, which needs the data. They, and the next gathering,
+    wait for copies to the host, so all copies happen as if in the order of their launches.
 
-    On a CPU the same copies are made one after another, so that they can be tested without a GPU. All methods belong to
+    On a CPU the same copies are made one after another, so that they can be tested without a GPU. All methods are for
     the thread that launches steps.
     """
 
@@ -68,7 +69,7 @@ class BlockTransfers:
         Raises ModelError if the driver cannot pin it.
         """
         self._device = pool[0].device
-        # Copies take whole words, as the time of a gather depends on the number of elements.
+        # Copies use whole words, because the time of a gather depends on the number of elements.
         self._blocks = [_words(part).transpose(0, 1) for part in pool]
         self._host = [_words(part) for part in host]
         self._num_staged = min(_staged_blocks(sum(part[0].nbytes for part in host)), len(host[0]))
@@ -103,12 +104,12 @@ class BlockTransfers:
                 part.index_copy_(0, blocks, staging[: len(pairs)])
 
     def wait_for_copies(self) -> None:
-        """Make the next work of the current stream begin after all copies, when the staging area is free."""
+        """Make the current stream wait for all copies; the staging area is then free."""
         if self._down is not None:
             torch.cuda.current_stream(self._device).wait_event(self._down)
 
     def _leave_staging(self, host_blocks: Sequence[int]) -> None:
-        """Copy the staged blocks to these blocks of the host."""
+        """Copy the staged blocks to these host blocks."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         # None: the current stream.
@@ -126,7 +127,7 @@ def _portions(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index, count, block) of each longest run of neighbours, which takes one copy."""
+    """Yield (index, count, block) for each maximal run of adjacent blocks, which takes one copy."""
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -135,7 +136,7 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the same memory in the largest words that divide its last dimension."""
+    """Return the same memory as the largest words that divide its last dimension."""
     size = tensor.shape[-1] * tensor.itemsize
     for dtype in (torch.int64, torch.int32, torch.int16):
         if size % dtype.itemsize == 0:
@@ -144,10 +145,10 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _pin(host: Tensor, device: torch.device) -> None:
-    """Page-lock memory. torch's own pinned memory comes in powers of two, of which up to half would be wasted."""
+    """Page-lock memory. torch's own pinned memory comes in powers of two, which would waste up to half of it."""
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))  # type: ignore[no-untyped-call]
     if error:
-        # The next launch would report the driver's last error, so launch one that does not matter.
+        # The next launch would report the driver's last error, so launch something that does not matter.
         with suppress(RuntimeError):
             torch.ones(1, device=device)
         raise _does_not_fit(len(host), host.nbytes)

@@ -1,4 +1,4 @@
-"""The KV pool: its number of blocks, and their memory."""
+"""The KV pool: its number of blocks and their memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 logger = logging.getLogger("asyncllm")
 
 CPU_POOL_BYTES = 2 * 2**30
-"""Most bytes of a KV pool on a CPU that is sized by fraction: a library does not take a laptop's whole memory."""
+"""Maximum size of a KV pool on a CPU that is sized by fraction: a library must not take a laptop's whole memory."""
 
 HOST_POOL_BYTES = 8 * 2**30
-"""Most bytes of host memory for swapped blocks unless set: page-locking them takes a second or two."""
+"""Default maximum of host memory for swapped blocks: page-locking this much takes a second or two."""
 
 
 def pool_blocks(
@@ -44,9 +44,9 @@ def pool_blocks(
 ) -> int:
     """Return the number of blocks of the pool. `reserve`: bytes of the free memory that steps will need.
 
-    `num_gpu_blocks` > 0 is the number, otherwise `cache_max_entry_count` > 1. A smaller one is a fraction of the free
-    memory, of which the pool takes no more than `max_batch_size` sequences of `max_position` tokens can ever fill, and
-    no more than `CPU_POOL_BYTES` on a CPU. Raises ModelError if not even one block fits.
+    `num_gpu_blocks` > 0 sets the number, otherwise `cache_max_entry_count` > 1 does. A smaller `cache_max_entry_count`
+    is a fraction of the free memory; the pool then takes no more than `max_batch_size` sequences of `max_position`
+    tokens can fill, and no more than `CPU_POOL_BYTES` on a CPU. Raises ModelError if not even one block fits.
     """
     if config.num_gpu_blocks > 0:
         return config.num_gpu_blocks
@@ -79,8 +79,8 @@ def pool_blocks(
 def host_blocks(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> int:
     """Return the number of blocks in host memory, besides `num_blocks` on the device.
 
-    `num_cpu_blocks` > 0 is the number. Otherwise it is 0, unless `eviction_type` is 'copy': then as many as fit into a
-    quarter of the free memory, at most `HOST_POOL_BYTES`, and at most as many as the device has, since no more can be
+    `num_cpu_blocks` > 0 sets the number. Otherwise it is 0, unless `eviction_type` is 'copy': then as many as fit in a
+    quarter of the free memory, at most `HOST_POOL_BYTES`, and at most as many as the device has, because no more can be
     preempted. Raises ModelError if they do not fit.
     """
     if not config.uses_host_blocks:
@@ -106,7 +106,7 @@ def available_memory(device: torch.device) -> int:
         used = Path("/sys/fs/cgroup/memory.current").read_text()
         return min(free, max(int(limit) - int(used), 0))
     except (OSError, ValueError):
-        # No control group, or one without a limit ("max").
+        # There is no control group, or one without a limit ("max").
         return free
 
 
@@ -117,14 +117,14 @@ def _available_host_memory() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Systems without /proc do not tell the available memory; half of the installed memory is a guess that leaves room.
+    # Systems without /proc do not report available memory; half of the installed memory is a conservative guess.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def allocate_pool(layout: CacheLayout, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
     """Return zeros [planes, num_blocks, *shape] for each part of the layout.
 
-    Raises ModelError if there is not enough memory.
+    Raises ModelError if memory is short.
     """
     try:
         return [zeros((part.planes, num_blocks, *part.shape), part.dtype, device) for part in layout.parts]
@@ -136,7 +136,7 @@ def allocate_pool(layout: CacheLayout, num_blocks: int, device: torch.device) ->
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros and not uninitialised memory, so that a block that no step has written holds finite numbers.
+    """Return zeros rather than uninitialised memory, so that a block that no step has written holds finite numbers.
 
     Raises MemoryError or torch.OutOfMemoryError.
     """
@@ -145,5 +145,5 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         raise MemoryError(f"{count} bytes are more than a machine addresses")
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeroed pages are allocated on first touch, so a pool costs only its used part.
+    # numpy's zeroed pages are allocated on first touch, so a pool takes only the memory that is used.
     return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

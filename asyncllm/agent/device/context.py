@@ -1,4 +1,4 @@
-"""The CUDA context, made while Python is busy importing torch."""
+"""The CUDA context, created while Python is busy importing torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ THREAD_NAME = "asyncllm-context"
 
 @contextmanager
 def context_meanwhile() -> Iterator[None]:
-    """Make the primary context of the first CUDA device, if there is one, in a thread while the block imports torch.
+    """Create the primary context of the first CUDA device, if there is one, in a thread while the block imports torch.
 
-    torch computes in that context and finds it ready. The driver takes 0.35 s for it outside the interpreter lock: on
-    an H200 the time from the import to the first allocation falls from 2.93 to 2.54 s. When torch is imported already
-    nothing is done, as its current device may be another one.
+    torch computes in that context and finds it ready. Creating it takes the driver 0.35 s outside the interpreter lock:
+    on an H200 the time from the import to the first allocation falls from 2.93 to 2.54 s. If torch has been imported
+    already, do nothing, because its current device may be another one.
     """
     if "torch" in sys.modules:
         yield
@@ -38,7 +38,7 @@ def _make_context() -> None:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
         return
-    # Whatever the driver refuses here, torch asks for again, and reports.
+    # If the driver refuses something here, torch asks again and reports it.
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -1,12 +1,13 @@
-"""StepGraphs: parts of steps as CUDA graphs, of sizes that are fixed beforehand.
+"""StepGraphs: parts of steps captured as CUDA graphs of fixed sizes.
 
-A step is some three hundred kernels, many of a few microseconds each; launching them one by one takes longer than
-running them. A graph launches them all in one call. Its tensors are fixed: what a step brings up is copied to where the
-graph reads it, and everything else lies on the device already. What a step has less than its size is padding, of which
-nothing is read or kept.
+A step consists of some three hundred kernels, many of a few microseconds each; launching them one by one takes longer
+than running them. A graph launches them all in one call. Its tensors are fixed: the inputs of a step are copied to
+where the graph reads them, and everything else is already on the device. A smaller step is padded to the graph's size,
+and the padding is never read or kept.
 
-A decode step has two parts, forward pass and sampling, so that what only delays the choice of tokens does not delay the
-forward pass. A mixed step, of prompts and decode rows, has one: all layers but the last (`agent/step/graph_sizes.py`).
+A decode step has two parts, forward pass and sampling, so that work that delays only the choice of tokens does not
+delay the forward pass. A mixed step, with prompts and decode rows, has one part: all layers but the last
+(`agent/step/graph_sizes.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LARGEST_BATCH = 512
 
 
 def bucket_sizes(max_batch_size: int) -> list[int]:
-    """Return the sizes of captured batches: every size to 16, then multiples of 8: at most 7 rows of padding, and none
-    where rows are dearest."""
+    """Return the sizes of captured batches: every size up to 16, then multiples of 8. So there are at most 7 rows of
+    padding, and none where a row costs most."""
     largest = min(max_batch_size, LARGEST_BATCH)
     sizes = list(range(1, min(largest, _EVERY_SIZE_TO) + 1))
     sizes += range(_EVERY_SIZE_TO + _STEP, largest + _STEP, _STEP)
@@ -38,15 +39,15 @@ def bucket_sizes(max_batch_size: int) -> list[int]:
 
 
 def smallest_for(num_rows: int, sizes: Sequence[int]) -> int:
-    """Return the smallest of the ascending `sizes` for so many rows, of which there are at most as many as the last."""
+    """Return the smallest of the ascending `sizes` that holds `num_rows` rows. The last size does."""
     return sizes[bisect_left(sizes, num_rows)]
 
 
 class StepGraphs:
     """Captured launches, by the name of the part of a step and by size.
 
-    The graphs share their memory, as they run one after another. All methods run in the thread and on the stream that
-    launch steps, or in another one while no step runs.
+    The graphs share their memory, because they run one after another. All methods run in the thread and on the stream
+    that launch steps, or in another thread while no step runs.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -55,15 +56,15 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, part: str, size: _Size, launch: Callable[[_Size], None]) -> None:
-        """Capture `launch(size)`. It is called once beforehand, so that nothing is compiled during capture."""
+        """Capture `launch(size)`. It is called once beforehand, so that nothing is compiled during the capture."""
         launch(size)
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # A collection in the midst of a capture could free tensors of other streams, which breaks the capture.
+        # A garbage collection during a capture could free tensors of other streams, which breaks the capture.
         enabled = gc.isenabled()
         gc.disable()
         try:
-            # Other threads may use their own streams meanwhile.
+            # Other threads may meanwhile use their own streams.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch(size)
@@ -75,5 +76,5 @@ class StepGraphs:
         self._graphs[part, size] = graph
 
     def replay(self, part: str, size: Hashable) -> None:
-        """Launch a part for a captured size, on the current stream."""
+        """Launch a captured size of a part on the current stream."""
         self._graphs[part, size].replay()

@@ -1,9 +1,9 @@
-"""Streams of a device, and the copies between host and device, none of which is waited for.
+"""Streams of a device, and copies between host and device that never wait.
 
-A GPU has two streams: one computes, the other brings results to the host, and events tell how far they are. An upload
-goes through pinned memory and runs on the current stream: after what was launched before, ahead of what is launched
-next. Torch reuses that memory only when the copy has run, however many steps are in flight. On a CPU, where a launch
-returns when all is computed, the same calls are plain copies.
+A GPU has two streams: one computes, the other copies results to the host, and events mark their progress. An upload
+goes through pinned memory and runs on the current stream: after everything launched before, and before anything
+launched later. Torch reuses that memory only when the copy has run, however many steps are in flight. On a CPU, where a
+launch returns when everything is computed, the same calls are plain copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MAX_STEPS_IN_FLIGHT = 8
-"""Most steps launched and not yet read."""
+"""Maximum number of steps launched and not yet read."""
 
 _ALIGNMENT = 16
 """Kernels assume that every tensor begins at a multiple of this many bytes."""
@@ -43,8 +43,8 @@ _TORCH_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.
 _Pair = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 _idle_streams: defaultdict[torch.device, list[_Pair]] = defaultdict(list)
-"""Pairs of streams that no engine uses. An engine takes one of them before it makes new ones, since the matrix library
-keeps a workspace of 34 MB for every stream that it ever saw."""
+"""Pairs of streams that no engine uses. An engine takes one of these before it creates new streams, because the matrix
+library keeps a workspace of 34 MB for every stream it has ever seen."""
 
 
 class Arrival(Protocol):
@@ -55,17 +55,17 @@ class Arrival(Protocol):
 
 
 class StepClock(Protocol):
-    """Measures a step in the device's own time, from its launch on."""
+    """Measures a step in device time, starting at its launch."""
 
     def stop(self) -> None:
-        """Mark the end of the step, behind all that has been launched."""
+        """Mark the end of the step, after everything launched so far."""
 
     def elapsed_ms(self) -> float:
-        """Return how long the step took, in milliseconds. Call it when the step is over."""
+        """Return the duration of the step in milliseconds. Call it when the step is done."""
 
 
 class Streams:
-    """The two streams of a device: one computes steps, the other brings results to the host.
+    """The two streams of a device: one computes steps, the other copies results to the host.
 
     Called only by the thread that launches steps.
     """
@@ -83,14 +83,14 @@ class Streams:
         self._last_download: torch.cuda.Event | None = None
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Run what is launched inside the block on `stream`."""
+        """Run launches inside the block on `stream`."""
         return torch.cuda.stream(self.stream) if self.on_gpu else nullcontext()
 
     def launching(self) -> AbstractContextManager[Any]:
-        """Run what is launched inside the block on `stream`, in inference mode, without autocast or a default device.
+        """Run launches inside the block on `stream`, in inference mode, without autocast or a default device.
 
-        A coroutine of the user may wait inside `with torch.autocast(...)` or `with torch.device(...)`, which hold for
-        the whole thread of the event loop. As a rule none does.
+        A user's coroutine may be waiting inside `with torch.autocast(...)` or `with torch.device(...)`, which apply to
+        the whole thread of the event loop. Usually none is.
         """
         if torch.is_autocast_enabled(self._kind) or torch._C._is_torch_function_mode_enabled():
             return self._launching_alone()
@@ -111,19 +111,19 @@ class Streams:
             yield
 
     def clock(self) -> StepClock:
-        """Return a clock that starts with what is launched next."""
+        """Return a clock that starts with the next launch."""
         return _DeviceClock() if self.on_gpu else _HostClock()
 
     def wait_for_downloads(self) -> None:
-        """Make `stream` wait for the last download, which reads what the next launches may write."""
+        """Make `stream` wait for the last download, which reads what the next launches may overwrite."""
         if self._last_download is not None and self.stream is not None:
             self.stream.wait_event(self._last_download)
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Arrival | None]:
-        """Begin to copy tensors to the host, behind all work on `stream`.
+        """Begin to copy tensors to the host, after all work on `stream`.
 
-        Return the host tensors, and the event of their arrival, or None if they are there. The caller keeps `tensors`
-        alive until then.
+        Return the host tensors, and the event of their arrival, or None if they have already arrived. The caller keeps
+        `tensors` alive until then.
         """
         if self.stream is None or self._down_stream is None:
             return [fetch(tensor) for tensor in tensors], None
@@ -171,8 +171,8 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
-    """Bring arrays of int32, int64, float32 or float64 to the device in one copy. Return a tensor of the same type for
-    each.
+    """Copy arrays of int32, int64, float32 or float64 to the device in one copy. Return one tensor of the same dtype
+    for each.
 
     `into`: uint8 tensor on the device that receives the arrays at `offsets`. None allocates one, or on a CPU lets the
     tensors share the arrays' memory.
@@ -193,7 +193,8 @@ def upload_together(arrays: Sequence[NDArray[Any]], device: torch.device, into: 
 
 
 def views(arrays: Sequence[NDArray[Any]], uploaded: Tensor) -> list[Tensor]:
-    """Return tensors of the arrays' shapes and types over `uploaded`, the uint8 tensor that `upload_together` fills."""
+    """Return tensors of the arrays' shapes and dtypes over `uploaded`, the uint8 tensor that `upload_together`
+    fills."""
     return [
         uploaded[place : place + array.nbytes].view(_TORCH_TYPES[array.dtype.type]).view(array.shape)
         for array, place in zip(arrays, offsets(arrays), strict=False)
@@ -201,7 +202,7 @@ def views(arrays: Sequence[NDArray[Any]], uploaded: Tensor) -> list[Tensor]:
 
 
 def offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Return the byte at which each array begins in an upload, and at which the last one ends."""
+    """Return the byte offset of each array in an upload, and the end of the last one."""
     places = [0]
     for array in arrays:
         places.append(-(-(places[-1] + array.nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -209,7 +210,7 @@ def offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, which is complete once the current stream has come this far. Does not wait."""
+    """Return a copy on the host, complete once the current stream has reached this point. Does not wait."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -1,4 +1,4 @@
-"""TowerGraphs: a vision tower's launches as CUDA graphs, one for each shape of images that comes again."""
+"""TowerGraphs: a vision tower's launches as CUDA graphs, one for each recurring combination of image shapes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ __all__ = ["LARGEST", "TowerGraphs"]
 
 _MOST_GRAPHS = 16
 _MOST_REMEMBERED = 256
-"""Shapes that have been seen once."""
+"""Maximum number of shapes remembered, including those seen once."""
 
 LARGEST = 4096 * 588
-"""Numbers of the pixels of what is captured, which are 4,096 patches of 14 x 14: more take longer than their
+"""Maximum pixel values in a captured batch, 4,096 patches of 14 x 14: larger batches take longer than their
 launches."""
 
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     shown: Shown
-    """What it reads."""
+    """Inputs."""
     features: Tensor
-    """What it writes."""
+    """Outputs."""
 
 
 class TowerGraphs:
-    """Has a tower look at images. What is shown for the second time in the same shapes is captured, and replayed from
-    then on. The graphs share their memory, as they run one after another. Used by the thread that launches steps."""
+    """Runs a tower on images. A batch is captured when its shapes occur for the second time, and replayed from then on.
+    The graphs share their memory, because they run one after another. Used by the thread that launches steps."""
 
     def __init__(self, tower: PlannedTower) -> None:
         self._tower = tower
         self._pool: Any = None
         self._graphs: OrderedDict[Hashable, _Captured | None] = OrderedDict()
-        """By shape, the latest last; None for one that has been seen once."""
+        """By shape, most recent last; None for a shape seen once."""
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        """Return what the tower's `encode` does, in memory that the next call writes."""
+        """Return what the tower's `encode` returns, in memory that the next call overwrites."""
         shown = self._tower.show(images)
         return list(torch.split(self._look(shown), [image.num_features for image in images]))
 
     def clear(self) -> None:
-        """Forget all graphs, and give back their memory."""
+        """Forget all graphs and free their memory."""
         self._graphs.clear()
         self._pool = None
 
@@ -73,15 +73,15 @@ class TowerGraphs:
         return captured.features
 
     def _capture(self, shown: Shown) -> _Captured:
-        """Capture what has been launched once, so that nothing is compiled now."""
+        """Capture what has already been launched once, so that nothing is compiled during the capture."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # A collection in the midst of a capture could free tensors of other streams, which breaks the capture.
+        # A garbage collection during a capture could free tensors of other streams, which breaks the capture.
         enabled = gc.isenabled()
         gc.disable()
         try:
-            # Other threads may use their own streams meanwhile.
+            # Other threads may meanwhile use their own streams.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 features = self._tower.look(shown)
@@ -93,7 +93,7 @@ class TowerGraphs:
         return _Captured(graph, shown, features)
 
     def _bound(self) -> None:
-        """Keep the latest shapes and graphs."""
+        """Keep only the most recent shapes and graphs."""
         captured = [key for key, each in self._graphs.items() if each is not None]
         for key in captured[: max(len(captured) - _MOST_GRAPHS, 0)]:
             del self._graphs[key]
@@ -106,6 +106,6 @@ def _tensors(shown: Shown) -> list[Tensor]:
 
 
 def _shape_of(shown: Shown) -> Hashable:
-    """Return all that launches depend on."""
+    """Return everything that the launches depend on."""
     shapes = tuple((each.shape, each.dtype) for each in _tensors(shown))
     return shapes, tuple((each.length, each.rows) for each in shown.segments)

@@ -1,4 +1,4 @@
-"""GrammarMasks: which tokens held answers may go on with, filled by several cores at once where rows are many."""
+"""GrammarMasks: which tokens grammars allow next, computed on several cores if there are many rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["GrammarMasks"]
 
 FEW = 8
-"""Rows that one thread fills in the time that it takes to wake others."""
+"""Number of rows that one thread fills in the time it takes to wake others."""
 MAX_THREADS = 8
 SLOW = 0.005
-"""Seconds of a fill by several threads; behind a longer one, the next is by one, which sees the rows that are slow."""
+"""Maximum seconds of a fill by several threads. After a longer one, the next fill uses one thread, which identifies the
+slow rows."""
 
 
 class GrammarMasks:
-    """Masks of int32 words of 32 tokens each. Used by one thread, which waits for its helpers without the interpreter
-    lock: they are threads of llguidance's own, which never ask for that lock. Python's threads would ask for it at each
-    row, and wait up to 5 ms for it beside a busy event loop."""
+    """Masks of int32 words of 32 tokens each. Used by one thread, which releases the interpreter lock while its helpers
+    work. They are llguidance's own threads, which never need that lock. Python threads would need it for each row, and
+    wait up to 5 ms for it next to a busy event loop."""
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
-        """`num_threads`: of the helpers; None: by the cores that there are."""
+        """`num_threads`: number of helpers; None: depends on the number of cores."""
         self._width = -(-vocab_size // 32)
         self._num_threads = min(allowed_cores(), MAX_THREADS) if num_threads is None else num_threads
         self._helpers: LLExecutor | None = None

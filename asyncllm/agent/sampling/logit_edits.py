@@ -1,4 +1,4 @@
-"""Changes to logits that single slots ask for: penalties, bias, bans."""
+"""Changes to the logits of individual slots: penalties, bias, bans."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def edit_logits(
     params: SlotParams,
     history: TokenHistory,
 ) -> None:
-    """Edit the float32 `logits` [R, V] of `slots` [R] in place, as their parameters say, without waiting for the
+    """Edit the float32 `logits` [R, V] of `slots` [R] in place according to their parameters, without waiting for the
     device.
 
-    `positions` [R] are those of the tokens to be drawn.
+    `positions` [R] are the positions of the tokens to be drawn.
     """
     device = logits.device
     edits = params.edits[slots]
@@ -45,7 +45,7 @@ def edit_logits(
         sampling.add_bias(logits, rows, ids, upload(np.concatenate([values for _, values in entries]), device))
     early = np.flatnonzero(((edits & EARLY_STOPS) != 0) & (positions < params.free_stop_position[slots]))
     if len(early) and params.grammars:
-        # Where a grammar has come to its end, there is nothing else to draw.
+        # Where a grammar has ended, nothing else can be drawn.
         early = early[[not _has_ended(params, slot) for slot in slots[early].tolist()]]
     if len(early):
         sampling.ban(logits, *_flat(early, [params.stops[slot] for slot in slots[early].tolist()], device))

@@ -1,4 +1,4 @@
-"""SlotParams: the sampling parameters of all slots on the host, and the errors of parameters that cannot be met."""
+"""SlotParams: the sampling parameters of all slots on the host, and errors for parameters that cannot be met."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PENALTIES, BIAS, BAD_WORDS, LONG_BAD_WORDS, EARLY_STOPS, GRAMMAR, ALLOWED = 1, 2, 4, 8, 16, 32, 64
-"""Bits of `SlotParams.edits`: the kinds of edits of a slot's logits. Long bad words have several tokens."""
+"""Bits of `SlotParams.edits`: the kinds of edits to a slot's logits. Long bad words have several tokens."""
 
 NOT_FINITE = (
     "The model's logits for this sequence are not finite (NaN or infinity), so no token can be chosen. Damaged weights "
@@ -41,12 +41,12 @@ _NO_WAY_ON = (
 
 
 class SlotParams:
-    """Parameters by slot, as arrays over all slots where steps look them up."""
+    """Parameters by slot, stored as arrays over all slots where steps look them up."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.plain = np.ones(num_slots, np.bool_)
-        """Slots whose draw is the largest logit."""
+        """Slots that draw the largest logit."""
         self.listed = np.ones(num_slots, np.bool_)
         """Slots that ranks can draw for from short lists."""
         self.edits = np.zeros(num_slots, np.uint8)
@@ -64,22 +64,22 @@ class SlotParams:
         self.grammars: dict[int, Progress] = {}
         """Slot -> progress of its answer in its grammar."""
         self.masks = GrammarMasks(vocab_size)
-        """Fills what `grammars` allow next."""
+        """Computes the tokens that `grammars` allow next."""
         self._hurried: set[int] = set()
-        """Slots with grammars whose forced tokens need no step each, as no log-probabilities are wanted and nothing may
-        ban these tokens."""
+        """Slots with grammars whose forced tokens need no step each, because no log-probabilities are wanted and
+        nothing can ban these tokens."""
         self.faults: dict[int, str] = {}
         """Slot -> why its parameters cannot be met."""
 
     def start(self, start: SlotStart) -> None:
-        """Store the parameters of the slot's new owner; nothing of the former one remains."""
+        """Store the parameters of the slot's new owner, and remove everything of the former one."""
         slot, params = start.slot, start.params
         temperature = 0.0 if params.greedy else params.temperature
         top_k = min(params.top_k, self._vocab_size)
         self.settings[slot] = sampling.pack_settings(temperature, top_k, params.top_p, params.min_p, params.seed)
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.penalties[:, slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        # Positions count from 0: the answer's token number n, from 0, sits at num_prompt + n.
+        # Positions count from 0: the answer's token number n, from 0, is at num_prompt + n.
         self.free_stop_position[slot] = start.num_prompt + params.min_new_tokens
         self.bias.pop(slot, None)
         self.stops.pop(slot, None)
@@ -123,8 +123,8 @@ class SlotParams:
         )
 
     def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int) -> dict[int, list[int]]:
-        """Take note of a token that each of `slots` has drawn, and return those that have to follow, where they are
-        `least_forced` or more; 0: none (`StepOutput.forced`)."""
+        """Record a token that each of `slots` has drawn. Return the tokens forced to follow it, where there are at
+        least `least_forced` of them; 0: none (`StepOutput.forced`)."""
         forced: dict[int, list[int]] = {}
         if self.grammars:
             for slot, token in zip(slots, tokens, strict=True):
@@ -136,7 +136,7 @@ class SlotParams:
         return forced
 
     def follow(self, slot: int, tokens: Sequence[int]) -> None:
-        """Move a slot on by forced tokens, which no step drew."""
+        """Advance a slot by forced tokens, which no step drew."""
         if slot in self.grammars:
             for token in tokens:
                 self.grammars[slot].consume(token)
@@ -147,7 +147,7 @@ class SlotParams:
         found = {}
         for row in np.flatnonzero(flags).tolist():
             slot = int(slots[row])
-            # Without a grammar or bans, the model itself left no token.
+            # Without a grammar or bans, the model's own logits left no token.
             banned = flags[row] == sampling.NOTHING_LEFT and self.edits[slot]
             found[slot] = _ALL_BANNED if banned else NOT_FINITE
         for slot, progress in self.grammars.items():
@@ -166,8 +166,8 @@ def _bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
 
 
 def _fault(params: SamplingParams, vocab_size: int) -> str | None:
-    """Return why these parameters cannot be met; None if they can. Ids out of range would reach into other rows or fail
-    the step."""
+    """Return why these parameters cannot be met, or None. Ids out of range would reach into other rows or fail the
+    step."""
     named = {
         "logit_bias": [token for token, _ in params.logit_bias],
         "stop_token_ids": list(params.stop_token_ids),

@@ -1,9 +1,9 @@
-"""RankRows: how ranks, each of which has logits of some tokens (`OutputEmbedding.of_rank`), draw for a step's rows.
+"""RankRows: how ranks draw a step's rows when each has the logits of some tokens (`OutputEmbedding.of_rank`).
 
-`draw` needs no whole row: the ranks exchange the tokens that can win (`kernels.shortlist`). Other parameters may need
-all logits of a row. Then these are exchanged once (`whole`): each row goes to the rank that owns it, which draws as if
-it were alone, and all ranks learn the token. So the logits of a row are whole on one rank at most, and either way a
-draw has the same bits as without ranks.
+`draw` needs no whole rows: the ranks exchange the tokens that can win (`kernels.shortlist`). Other parameters may need
+all logits of a row. These are then exchanged once (`whole`): each row goes to the rank that owns it, which draws as if
+it were alone, and all ranks learn the token. A row of logits is thus whole on at most one rank, and either way a draw
+has the same bits as without ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RankRows", "Scored"]
 
 
 class Scored(NamedTuple):
-    """Rows divided among the ranks, at most `most` for each."""
+    """Rows divided among the ranks, at most `most` per rank."""
 
     own: NDArray[np.int64]
     """[most]: indices among the rank's rows; 0 beyond their number."""
@@ -34,7 +34,7 @@ class Scored(NamedTuple):
 
 
 class RankRows:
-    """The part of this rank. Every rank makes the same calls in the same order."""
+    """This rank's part of the draw. Every rank makes the same calls in the same order."""
 
     def __init__(self, group: RankGroup, vocab_size: int) -> None:
         self._group = group
@@ -46,8 +46,8 @@ class RankRows:
     def draw(
         self, logits: Tensor, settings: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor
     ) -> None:
-        """Draw as `sampling.sample` does from whole rows, on all ranks, from this rank's `logits` [R, v]. Rows must be
-        ones that `shortlist` takes."""
+        """Draw, on all ranks, as `sampling.sample` does from whole rows, given this rank's `logits` [R, v]. `shortlist`
+        must support the rows."""
         own_maxima, known = row_maxima(logits, self._tokens)
         maxima = self._group.collect(own_maxima).amax(0)
         lists = shortlist(logits, self._tokens, known, maxima, settings, slots, positions)
@@ -70,13 +70,13 @@ class RankRows:
         return -(-num_rows // self._group.size)
 
     def own(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Return the entries of `values` [R] that belong to this rank's rows, as many on every rank; `fill` stands for
+        """Return the entries of `values` [R] for this rank's rows, the same number on every rank; `fill` stands for
         rows beyond R."""
         rest = -len(values) % self._group.size
         return (pad(values, (0, rest), value=fill) if rest else values)[rows_of(self._group, len(values))]
 
     def own_indices(self, rows: NDArray[np.int64], num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return which of the rising `rows`, of `num_rows`, this rank owns, and their indices among its own."""
+        """Return which of the ascending `rows`, out of `num_rows`, this rank owns, and their indices among its own."""
         mine = rows_of(self._group, num_rows)
         own = rows[(rows >= mine.start) & (rows < mine.stop)]
         return own, own - mine.start
@@ -88,7 +88,7 @@ class RankRows:
         flags.copy_(found[: len(flags), 1])
 
     def scored(self, rows: NDArray[np.int64], num_rows: int) -> Scored:
-        """Return how the ranks divide the rising `rows`, of `num_rows`."""
+        """Return how the ranks divide the ascending `rows`, out of `num_rows`."""
         counts = np.bincount(rows // self.count(num_rows), minlength=self._group.size)
         most = int(counts.max())
         own = np.zeros(most, np.int64)
@@ -97,11 +97,11 @@ class RankRows:
         return Scored(own, np.flatnonzero(np.arange(most) < counts[:, None]))
 
     def collect(self, own: Tensor) -> Tensor:
-        """Return every rank's rows [n, ...], of equal shape on all, in the order of the ranks: [ranks * n, ...]."""
+        """Return every rank's rows [n, ...], of equal shape on all, in rank order: [ranks * n, ...]."""
         return self._group.collect(own).flatten(0, 1)
 
     def collect_scores(self, scored: Scored, ranked: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `sampling.token_logprobs` for all rows, from those for each rank's own rows."""
+        """Return the results of `sampling.token_logprobs` for all rows, from each rank's results for its own rows."""
         chosen, top, ids = ranked
         places = upload(scored.places, chosen.device)
         logprobs = self.collect(torch.cat([chosen.unsqueeze(-1), top], -1))[places]

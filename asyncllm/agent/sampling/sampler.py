@@ -30,11 +30,11 @@ __all__ = ["Sampler"]
 class Sampler:
     """Sampling state of `num_slots` slots over a vocabulary of `vocab_size` tokens.
 
-    What a slot draws is a function of its own logits, parameters and history, whatever other slots ask for.
+    A slot's draw is a function of its own logits, parameters and history, whatever other slots ask for.
 
-    In all methods a slot of -1 marks a row that only fills up the batch; the other slots of a batch are distinct.
+    In all methods, slot -1 marks a row that only pads the batch; the other slots of a batch are distinct.
 
-    In a `group`, logits are those of this rank's rows (`RankRows.whole`), and everything else is about all rows. Only
+    In a `group`, logits are those of this rank's rows (`RankRows.whole`), and everything else covers all rows. Only
     `draw_from_lists` takes logits of this rank's tokens.
     """
 
@@ -50,7 +50,8 @@ class Sampler:
         self._dirty: set[int] = set()
 
     def start(self, start: SlotStart) -> None:
-        """Give the slot to a new sequence; nothing of its former owner remains. Seen by the device after `upload`."""
+        """Assign the slot to a new sequence, and remove everything of its former owner. The device sees it after
+        `upload`."""
         self._params.start(start)
         self._dirty.add(start.slot)
         if start.slot in self._params.faults:
@@ -59,7 +60,7 @@ class Sampler:
             self._history.start(start, counted=bool(self._params.edits[start.slot] & PENALTIES))
 
     def upload(self) -> None:
-        """Copy the settings of slots started since the last call to the device, behind all steps launched so far."""
+        """Copy the settings of slots started since the last call to the device, after all steps launched so far."""
         if self._dirty:
             slots = np.fromiter(self._dirty, np.int64, len(self._dirty))
             rows = upload(np.column_stack([slots, self._params.settings[slots]]), self._device)
@@ -67,9 +68,9 @@ class Sampler:
             self._dirty.clear()
 
     def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
-        """Draw from `logits` [R, V] as they are into `tokens` [R] int64 and `flags` [R] int32, for `slots` [R] int32.
+        """Draw from unedited `logits` [R, V] into `tokens` [R] int64 and `flags` [R] int32, for `slots` [R] int32.
 
-        `positions` [R] int32 or int64 are those of the tokens to be drawn. See `sampling.sample`.
+        `positions` [R] int32 or int64 are the positions of the tokens to be drawn. See `sampling.sample`.
         """
         if self.ranks is None:
             sampling.sample(logits, self._settings, slots, positions, tokens, flags)
@@ -80,23 +81,23 @@ class Sampler:
         self.ranks.publish(drawn, found, tokens, flags)
 
     def own_rows(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of this rank's rows, in `out` if given, from those of its tokens [R, v]; without ranks, the
-        same `logits`, which are those of all."""
+        """Return the logits of this rank's rows, in `out` if given, from the logits of its tokens [R, v]; without
+        ranks, return `logits` unchanged."""
         return logits if self.ranks is None else self.ranks.whole(logits, out)
 
     def takes_lists(self, slots: NDArray[np.int64]) -> bool:
-        """Return whether ranks draw for `slots` without whole rows of logits: if no edits or log-probabilities are
-        wanted, and short lists have all tokens that can win."""
+        """Return whether ranks can draw for `slots` without whole rows of logits: no edits or log-probabilities are
+        wanted, and short lists contain all tokens that can win."""
         return self.ranks is not None and bool(self._params.listed[slots[slots >= 0]].all())
 
     def draw_from_lists(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, flags: Tensor) -> None:
-        """Draw as `draw` does, for slots that `takes_lists`, from `logits` [R, v] of this rank's tokens."""
+        """Draw like `draw`, for slots that `takes_lists`, from `logits` [R, v] of this rank's tokens."""
         assert self.ranks is not None, "without ranks there are no lists"
         self.ranks.draw(logits, self._settings, slots, positions, tokens, flags)
 
     def largest(self, logits: Tensor, slots: NDArray[np.int64]) -> Tensor | None:
         """Return the tokens [R] int64 that `draw` draws, all with flag 0, if on a CPU all of `slots` take the largest
-        logit of their row [R, V] and want no edits or log-probabilities; else None."""
+        logit of their row [R, V] and want no edits or log-probabilities; otherwise None."""
         if logits.is_cuda or self.ranks is not None or not self._params.plain[slots].all():
             return None
         maxima, tokens = logits.max(dim=-1)
@@ -143,13 +144,13 @@ class Sampler:
         return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
 
     def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int = 0) -> dict[int, list[int]]:
-        """Take note of the `tokens` [R] that a step drew for `slots` [R]; once for each step and in order. Return those
-        that have to follow (`StepOutput.forced`), where they are `least_forced` or more; 0: none."""
+        """Record the `tokens` [R] that a step drew for `slots` [R], once per step and in order. Return the tokens
+        forced to follow (`StepOutput.forced`), where there are at least `least_forced`; 0: none."""
         self._history.observe(slots, tokens)
         return self._params.observe(slots, tokens, least_forced)
 
     def follow(self, rows: Sequence[PrefillRow]) -> None:
-        """Move slots on by the forced tokens of a step's `rows`. All earlier steps have been observed."""
+        """Advance slots by the forced tokens of a step's `rows`. All earlier steps have been observed."""
         for row in rows:
             if row.forced:
                 self._history.follow(row.slot, row.forced)

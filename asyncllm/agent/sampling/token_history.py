@@ -1,4 +1,4 @@
-"""TokenHistory: the tokens of sequences that need them, as occurrences for penalties and last tokens for bad words."""
+"""TokenHistory: the tokens of sequences that need them, as counts for penalties and as last tokens for bad words."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FIRST_ROWS = 4
 class TokenHistory:
     """Histories by slot, only for slots whose parameters need one.
 
-    Occurrences live in tables [rows, V] on the device, of which a slot borrows a row while it counts. The tables begin
-    with a few rows and double, since a row takes 5 bytes per token of the vocabulary and few sequences want one.
+    Counts are in tables [rows, V] on the device, of which a slot borrows a row. The tables begin with a few rows and
+    double, because a row takes 5 bytes per token of the vocabulary and few sequences need one.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class TokenHistory:
         self._tails: dict[int, list[int]] = {}
 
     def clear(self, slot: int) -> None:
-        """Forget the slot's history and give its row back."""
+        """Forget the slot's history and return its row."""
         row = int(self._row[slot])
         if row != _NO_ROW:
             self._free_rows.append(row)
@@ -46,7 +46,7 @@ class TokenHistory:
         self._tails.pop(slot, None)
 
     def start(self, start: SlotStart, *, counted: bool) -> None:
-        """Begin the history of a slot's new owner with its known tokens. `counted`: occurrences are needed."""
+        """Start the history of a slot's new owner with its known tokens. `counted`: counts are needed."""
         self.clear(start.slot)
         words = start.params.bad_words
         if words:
@@ -63,13 +63,13 @@ class TokenHistory:
             self._counts[row].index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def counts(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return for slots that count: tokens seen in prompt or answer [R, V] bool, and occurrences in the answer [R,
+        """Return, for slots that count: tokens seen in prompt or answer [R, V] bool, and occurrences in the answer [R,
         V] int32."""
         rows = upload(self._row[slots], self._device)
         return self._seen[rows], self._counts[rows]
 
     def banned(self, slot: int) -> NDArray[np.int64]:
-        """Return the token ids that would complete one of the slot's bad words now. A bad word may begin in the
+        """Return the token ids that would now complete one of the slot's bad words. A bad word may begin in the
         prompt."""
         tail = self._tails[slot]
         ids = {
@@ -78,7 +78,7 @@ class TokenHistory:
         return np.fromiter(ids, np.int64, len(ids))
 
     def count(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
-        """Add one token, on the device, to the occurrences of each of `slots` [R] that counts; -1 stands for none."""
+        """Add one token, on the device, to the counts of each of `slots` [R] that counts; -1 stands for none."""
         counting = np.flatnonzero((slots >= 0) & (self._row[slots] != _NO_ROW))
         if len(counting):
             rows = upload(self._row[slots[counting]], self._device)

@@ -1,4 +1,4 @@
-"""FixedRows: the rows of captured decode steps, whose logits and tokens graphs write to fixed addresses."""
+"""FixedRows: the rows of captured decode steps, for which graphs write logits and tokens to fixed addresses."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["FixedRows"]
 
 
 class FixedRows:
-    """Room for `max_rows` rows. A step takes the first ones: `compute`, then `draw`, both of which are captured, then
+    """Memory for `max_rows` rows. A step uses the first ones: `compute`, then `draw`, both of which are captured, then
     `read`. Written by the kernels of the steps, in order."""
 
     def __init__(
         self, model: DecoderLM, tables: SlotTables, sampler: Sampler, *, max_rows: int, dtype: torch.dtype
     ) -> None:
-        """`dtype` is that of hidden states."""
+        """`dtype`: dtype of hidden states."""
         self._model, self._tables, self._sampler = model, tables, sampler
         device = tables.last_tokens.device
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        """Of the tokens that are drawn."""
+        """Positions of the tokens that are drawn."""
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * max_rows, dtype=torch.int32, device=device)
-        # A model with a final softcap gives float32.
+        # A model with a final softcap produces float32.
         logits = model.rank_logits(torch.zeros(1, model.config.hidden_size, dtype=dtype, device=device))
         self._logits = torch.zeros(max_rows, logits.shape[1], dtype=logits.dtype, device=device)
         self._own_logits = self._logits
-        """Where ranks put the whole logits of their rows, if the draw takes them."""
+        """Where ranks put the whole logits of their rows, if the draw uses them."""
         if sampler.ranks is not None:
             self._own_logits = logits.new_zeros(sampler.ranks.count(max_rows), model.config.vocab_size)
 
@@ -45,7 +45,7 @@ class FixedRows:
         self._model.rank_logits(hidden, self._logits[:num_rows])
 
     def draw(self, num_rows: int, *, lists: bool = False) -> None:
-        """Draw the rows' tokens, as ranks from `lists`."""
+        """Draw the rows' tokens; as a rank, from `lists` if set."""
         slots, positions = self._tables.decode_slots[:num_rows], self._tables.decode_positions[:num_rows]
         tokens, flags = self._tokens[:num_rows], self._flags[:num_rows]
         drawn = torch.add(positions, 1, out=self._positions[:num_rows])
@@ -58,15 +58,14 @@ class FixedRows:
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, self._results_of(num_rows))
 
     def read(self, rows: StepRows, num_rows: int, *, lists: bool) -> tuple[Tensor, PendingLogprobs | None]:
-        """Draw those of `rows` again whose logits are edited, unless all were drawn from `lists`. Return tokens and
-        flags [2, num_rows] int32, and the log-probabilities that are asked for. Rows behind those of the step are
-        padding."""
+        """Draw again for those of `rows` whose logits are edited, unless all were drawn from `lists`. Return tokens and
+        flags [2, num_rows] int32, and the requested log-probabilities. Rows after those of the step are padding."""
         results = self._results_of(num_rows)
         if lists:
             return results, None
         slots, tokens, flags = self._tables.decode_slots[:num_rows], self._tokens[:num_rows], self._flags[:num_rows]
         logits = self._of_rank(num_rows)
-        # All rows of the graph: by their number ranks divide them.
+        # All rows of the graph: ranks divide them by their number.
         host_slots, host_positions = np.full(num_rows, -1), np.zeros(num_rows, np.int64)
         count = len(rows.slots)
         host_slots[:count], host_positions[:count] = rows.slots, rows.positions
@@ -80,6 +79,6 @@ class FixedRows:
         return self._results[: 2 * num_rows].view(2, num_rows)
 
     def _of_rank(self, num_rows: int) -> Tensor:
-        """Return where the whole logits of this rank's share of the rows are, unless a draw went without them."""
+        """Return where the whole logits of this rank's share of the rows are, unless a draw did without them."""
         ranks = self._sampler.ranks
         return self._own_logits[: num_rows if ranks is None else ranks.count(num_rows)]

@@ -3,8 +3,8 @@
     tokens   | decode rows' | prompts'                 | padding         |
     rows     | decode rows, absent ones | prompts, a row of the padding, empty ones |
 
-The kernels of a graph have fixed grids, so the numbers of rows are fixed as well. An absent decode row
-has no token, and a kv_len of -1; the tokens of the padding belong to a row with a kv_len of 0, which reads no key.
+The kernels of a graph have fixed grids, so row counts are fixed too. An absent decode row has no token and a kv_len of
+-1; the padding tokens belong to a row with a kv_len of 0, which reads no key.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from asyncllm.layers.step_inputs import INPUT_IDS, KV_LENS, POSITIONS, Column, p
 __all__ = ["LARGEST_MIXED", "MixedSize", "empty_step", "mixed_sizes", "padded"]
 
 _TOKENS = (32, 64, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Tokens of captured steps. Larger steps take longer than their launches. Left out are sizes that take as long as the
-next: the products of a layer of Llama-3-8B take 137 us on an H200 for 96 tokens and 136 for 128, 193
-for 224 and 186 for 256, 391 for 576 and 394 for 640."""
+"""Token counts of captured steps. Larger steps take longer than their launches. Sizes that take as long as the next one
+are left out: on an H200 the products of a layer of Llama-3-8B take 137 us for 96 tokens and 136 for 128, 193 for 224
+and 186 for 256, 391 for 576 and 394 for 640."""
 
 LARGEST_MIXED = _TOKENS[-1]
-"""Tokens of the largest captured step. Steps that decode streamed answers have no more, as each of these waits for its
-next token: 26 ms of an H200 for Llama-3-8B."""
+"""Tokens of the largest captured step. Steps that decode streamed answers are no larger, because each answer waits for
+its next token: 26 ms on an H200 for Llama-3-8B."""
 
 _FEW_ROWS = 16
-"""Decode rows up to which decode attention divides its work in another way (`kernels.triton.attention.plan`)."""
+"""Number of decode rows up to which decode attention divides its work differently (`kernels.triton.attention.plan`)."""
 
 _PROMPTS = 32
-"""Most prompts of a captured step. Each adds a block per KV head to the grid of attention, even if it is absent.
-"""
+"""Maximum number of prompts in a captured step. Each adds a block per KV head to the grid of attention, even if
+absent."""
 
 
 class MixedSize(NamedTuple):
-    """Numbers of tokens, decode rows and prompt rows; one of the latter is for the padding."""
+    """Numbers of tokens, decode rows and prompt rows; one of the latter is for padding."""
 
     tokens: int
     decode_rows: int
@@ -48,7 +48,7 @@ class MixedSize(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of both kinds."""
+        """Number of rows of both kinds."""
         return self.decode_rows + self.prompts
 
     def holds(self, arrays: StepArrays) -> bool:
@@ -66,8 +66,8 @@ def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[MixedSize]:
 
 
 def empty_step(columns: Sequence[Column] = (), num_groups: int = 1) -> StepArrays:
-    """Return a step without rows, with `num_groups` block groups and the model's `columns`. `padded` makes a step of
-    padding alone of it."""
+    """Return a step without rows, with `num_groups` block groups and the model's `columns`. `padded` turns it into a
+    step of padding only."""
     none = np.zeros(0, np.int64)
     return StepArrays(
         row_slots=none,
@@ -83,7 +83,7 @@ def empty_step(columns: Sequence[Column] = (), num_groups: int = 1) -> StepArray
 
 
 def padded(arrays: StepArrays, size: MixedSize) -> StepArrays:
-    """Return the step laid out in `size`, which holds it. `rows` stay those of the step itself."""
+    """Return the step laid out in `size`, which holds it. `rows` stays unchanged."""
     assert arrays.offsets is not None
     num_tokens, num_decode = arrays.num_tokens, arrays.num_decode
     absent = size.decode_rows - num_decode

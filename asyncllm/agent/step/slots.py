@@ -1,6 +1,6 @@
-"""SlotArrays: the host's state of every slot, and the columns of a step that follow from it.
+"""SlotArrays: the host's state of every slot, and the step columns derived from it.
 
-It is arithmetic on the batches alone. The values of sampled tokens are not needed, and stay on the device.
+It is computed from the batches alone. The values of sampled tokens are not needed, and stay on the device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def numpy_type(column: Column) -> type[Any]:
 class StepRows:
     """The tokens of a step whose hidden states are needed.
 
-    R are sampled from, in batch order: decode rows, then prefill rows with `sample`. L more are the last tokens of
-    prefill rows that pool nothing else.
+    R tokens are sampled from, in batch order: decode rows, then prefill rows with `sample`. L more are the last tokens
+    of prefill rows that are only pooled.
     """
 
     slots: NDArray[np.int64]
@@ -47,14 +47,14 @@ class StepRows:
     indices: NDArray[np.int64] | None
     """[R + L]: their indices among the step's tokens; None if they are all tokens, in order."""
     numbers: NDArray[np.int64]
-    """[R + L]: the rows that they belong to."""
+    """[R + L]: the numbers of the rows that they belong to."""
     prefill_starts: list[int]
     """Index of each prefill row's first token among the step's tokens."""
 
 
 @dataclass(slots=True)
 class StepArrays:
-    """A step of T tokens in B rows, decode rows first, as `StepInputs` describes it."""
+    """A step of T tokens in B rows, decode rows first, as described by `StepInputs`."""
 
     row_slots: NDArray[np.int64]
     """[B]"""
@@ -62,7 +62,7 @@ class StepArrays:
     """[B + 1]: row b owns tokens offsets[b] to offsets[b + 1]. None: every row has one token."""
     columns: dict[Column, NDArray[Any]]
     """Values of the columns that come from the host, [T] or [B] each. An input id of ~slot stands for the latest token
-    of that slot, which the device alone knows."""
+    of that slot, which only the device knows."""
     num_decode: int
     max_q_len: int
     rows: StepRows
@@ -85,7 +85,7 @@ class StepArrays:
 
     @property
     def prompts(self) -> list[tuple[int, int]]:
-        """Tokens of each prefill row, and of those its context."""
+        """For each prefill row, its number of tokens and the length of its context."""
         if self.offsets is None:
             return []
         first = self.num_decode
@@ -105,7 +105,7 @@ class SlotArrays:
         *,
         num_groups: int = 1,
     ) -> None:
-        """`columns`: of the model's layers. `num_groups`: number of block groups."""
+        """`columns`: columns of the model's layers. `num_groups`: number of block groups."""
         self._block_size = block_size
         self._blocks = np.zeros((num_groups, num_slots, -(-max_position // block_size)), np.int32)
         self._position = np.zeros(num_slots, np.int64)
@@ -114,11 +114,11 @@ class SlotArrays:
 
     @property
     def max_blocks(self) -> int:
-        """Most blocks of one slot in a block group."""
+        """Maximum number of blocks of one slot in a block group."""
         return self._blocks.shape[2]
 
     def start(self, start: SlotStart) -> None:
-        """Give the slot to a new sequence."""
+        """Assign the slot to a new sequence."""
         self._position[start.slot] = 0
         for column, values in self._of_slot.items():
             assert column.of_slot is not None

@@ -17,8 +17,8 @@ __all__ = ["compute_in_parts", "decode_rows", "prefill_halves"]
 
 
 def compute_in_parts(model: DecoderLM, step: StepTensors, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Return the hidden states of a step's tokens [T, hidden], of which those of prompts are nan if the memory does not
-    suffice for their halves either, and whether it does."""
+    """Return the hidden states of a step's tokens [T, hidden], and whether memory sufficed for the halves of the
+    prompts; if not, the prompts' hidden states are nan."""
     inputs, num_decode = step.inputs, step.arrays.num_decode
     hidden = torch.full(
         (step.arrays.num_tokens, model.config.hidden_size), torch.nan, dtype=dtype, device=inputs.positions.device
@@ -26,7 +26,7 @@ def compute_in_parts(model: DecoderLM, step: StepTensors, dtype: torch.dtype) ->
     if num_decode:
         hidden[:num_decode] = model(decode_rows(inputs, num_decode))
     if inputs.joint:
-        # Halves of what is computed together are no help.
+        # Halving tokens that are computed together does not help.
         return hidden, False
     try:
         for tokens, half in prefill_halves(step.arrays, inputs):
@@ -38,14 +38,14 @@ def compute_in_parts(model: DecoderLM, step: StepTensors, dtype: torch.dtype) ->
 
 
 def decode_rows(inputs: StepInputs, count: int) -> StepInputs:
-    """Return the inputs of a step's decode rows alone, its first `count` rows."""
+    """Return the inputs of a step's decode rows only, its first `count` rows."""
     first = slice(count)
     return inputs.select(first, first, num_decode=count, q_offsets=inputs.q_offsets[: count + 1], max_q_len=1)
 
 
 def prefill_halves(arrays: StepArrays, inputs: StepInputs) -> Iterator[tuple[Tensor, StepInputs]]:
     """Yield the first half of every prompt chunk of a step, then the second: (indices [t] int64 among the step's
-    tokens, their inputs). Waits for the device: only steps that have failed are split."""
+    tokens, their inputs). Waits for the device; only failed steps are split."""
     assert arrays.offsets is not None
     first_row = arrays.num_decode
     starts, ends = arrays.offsets[first_row:-1], arrays.offsets[first_row + 1 :]

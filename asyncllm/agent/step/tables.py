@@ -1,7 +1,7 @@
-"""SlotTables: the state of every slot on the device, and the inputs of a step made from it.
+"""SlotTables: the state of every slot on the device, and the step inputs made from it.
 
-Block tables and last tokens live on the device, in one row per slot. A captured decode step uploads no more than its
-slots, positions, new blocks and the model's columns. Any other step uploads more, but in one copy as well.
+Block tables and last tokens are on the device, one row per slot. A captured decode step uploads only its slots,
+positions, new blocks and the model's columns. Any other step uploads more, but also in one copy.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from asyncllm.protocol import Batch, SlotStart
 __all__ = ["SlotTables", "StepTensors"]
 
 _MORE_BYTES = 2**16
-"""Bytes in a step of fixed size for its own uploads: 16 for a sampled row, 12 for a new block."""
+"""Bytes for a fixed-size step's additional uploads: 16 per sampled row, 12 per new block."""
 
 
 @dataclass(slots=True)
 class StepTensors:
-    """A step on the device, and the host's arrays of it."""
+    """A step on the device, and the host's arrays for it."""
 
     arrays: StepArrays
     size: MixedSize | None
@@ -51,12 +51,12 @@ class StepTensors:
     positions: Tensor
     """[R] int32: positions of the tokens to be drawn."""
     sampled: SampledRows | None
-    """The tokens whose hidden states are needed: the R tokens that are sampled from, then L that are pooled alone. None
+    """The tokens whose hidden states are needed: the R tokens that are sampled from, then L that are only pooled. None
     if they are all tokens, in order. There is at least one; if none is needed, its result is not read."""
 
     @property
     def prefill_offsets(self) -> Tensor:
-        """[P + 1] int32: offsets of the tokens of the prefill rows; rows of padding may follow."""
+        """[P + 1] int32: offsets of the tokens of the prefill rows; padding rows may follow."""
         return self.inputs.q_offsets[self.inputs.num_decode :]
 
 
@@ -76,9 +76,9 @@ class SlotTables:
         mixed: Sequence[MixedSize] = (),
         layer_groups: Sequence[int] = (),
     ) -> None:
-        """`max_rows`: most rows of a decode step, padding included. `columns`: of the model's layers. `mixed`:
-        sizes of captured steps with prompt tokens, from small to large. `layer_groups`: the block group of each layer;
-        empty if there is only one."""
+        """`max_rows`: maximum rows of a decode step, including padding. `columns`: columns of the model's layers.
+        `mixed`: sizes of captured steps with prompt tokens, in ascending order. `layer_groups`: the block group of each
+        layer; empty if there is only one."""
         self._layer_groups = layer_groups
         self._num_groups = num_groups = 1 + max(layer_groups, default=0)
         self._slots = SlotArrays(num_slots, max_position, block_size, columns, num_groups=num_groups)
@@ -89,8 +89,8 @@ class SlotTables:
         """The cache of each layer. The agent sets it when it allocates the pool."""
         self._device = device
         self._updates: list[tuple[int, list[int]]] = []
-        """(entry of the flat block tables, block ids to write from there on) that are not on the device yet."""
-        # One entry more than a row can own: kernels read one page ahead.
+        """(entry of the flat block tables, block ids to write from there on) not yet on the device."""
+        # One entry more than a row can own, because kernels read one page ahead.
         self._width = self._slots.max_blocks + 1
         self.block_tables = torch.zeros(num_groups, num_slots, self._width, dtype=torch.int32, device=device)
         self._group_tables = list(self.block_tables)
@@ -114,7 +114,7 @@ class SlotTables:
 
         self._mixed_sizes = mixed
         self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
-        """The fixed memory of uploads of captured steps; each size divides it in its own way."""
+        """The fixed memory for uploads of captured steps; each size divides it differently."""
         if mixed:
             num_bytes = offsets(_laid_out(self._empty(mixed[-1])))[-1] + _MORE_BYTES
             self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -122,7 +122,7 @@ class SlotTables:
             self._mixed_tables = torch.zeros(num_groups, mixed[-1].rows, self._width, dtype=torch.int32, device=device)
 
     def start(self, start: SlotStart) -> None:
-        """Give the slot to a new sequence."""
+        """Assign the slot to a new sequence."""
         self._slots.start(start)
 
     def write_blocks(self, slot: int, group: int, index: int, blocks: list[int]) -> None:
@@ -154,7 +154,7 @@ class SlotTables:
         return arrays
 
     def decode_inputs(self, num_rows: int, *, adapted: bool) -> StepInputs:
-        """Return the decode step of the first `num_rows` fixed rows, from device state alone, so that it can be
+        """Return the decode step of the first `num_rows` fixed rows, built only from device state so that it can be
         captured. `adapted`: some rows may have adapters.
 
         Launches the kernel that gathers its inputs.
@@ -184,7 +184,7 @@ class SlotTables:
     def advance(self, batch: Batch, *, captured: bool = False) -> StepTensors:
         """Upload any step with at least one row.
 
-        `captured`: to the fixed tensors of `mixed_inputs`, if the step has prompt tokens and fits one of the sizes.
+        `captured`: into the fixed tensors of `mixed_inputs`, if the step has prompt tokens and fits one of the sizes.
         """
         arrays = self._slots.advance(batch)
         rows = arrays.rows
@@ -212,18 +212,19 @@ class SlotTables:
         return StepTensors(arrays, size, inputs, slots[: len(rows.slots)], lens[: len(rows.slots)], sampled)
 
     def _wanted(self, arrays: StepArrays) -> list[NDArray[Any]]:
-        """Return for the tokens whose hidden states are needed: slots, lengths of their rows, indices among the tokens
-        and the values of the model's columns. None of these if they are all tokens, as those of the step say it."""
+        """Return, for the tokens whose hidden states are needed: slots, lengths of their rows, indices among the
+        tokens, and the values of the model's columns. Empty if they are all tokens, because the step's own arrays hold
+        these."""
         rows, kv_lens = arrays.rows, arrays.columns[KV_LENS]
         if rows.indices is None:
             return []
-        # A step that samples nothing takes its first token instead.
+        # A step that samples nothing uses its first token instead.
         numbers, indices = (values if len(values) else np.zeros(1, np.int64) for values in (rows.numbers, rows.indices))
         more = (arrays.columns[column][indices if column.per == "token" else numbers] for column in self._columns)
         return [arrays.row_slots[numbers].astype(np.int32), kv_lens[numbers], indices, *more]
 
     def _size_for(self, arrays: StepArrays, own: list[NDArray[Any]]) -> MixedSize | None:
-        """Return the smallest size that holds a step and its own uploads; None if there is none."""
+        """Return the smallest size that holds a step and its own uploads, or None."""
         if arrays.offsets is None or offsets(own)[-1] > _MORE_BYTES:
             return None
         return next((size for size in self._mixed_sizes if size.holds(arrays)), None)
@@ -232,11 +233,11 @@ class SlotTables:
         return padded(empty_step(self._columns, self._num_groups), size)
 
     def empty_mixed(self, size: MixedSize) -> None:
-        """Make the fixed tensors a step of padding alone, so that kernels that read them may be launched."""
+        """Fill the fixed tensors with a step of padding only, so that kernels that read them can be launched."""
         upload_together(_laid_out(self._empty(size)), self._device, self._mixed_bytes)
 
     def mixed_inputs(self, size: MixedSize, *, adapted: bool) -> StepInputs:
-        """Return the step that was uploaded last, in this size, from device state alone, so that it can be captured.
+        """Return the last uploaded step, in this size, built only from device state so that it can be captured.
         `adapted`: some of its tokens may have adapters.
 
         Launches the kernels that gather its inputs.
@@ -256,7 +257,7 @@ class SlotTables:
         *,
         adapted: bool,
     ) -> StepInputs:
-        """Return the inputs of a step, whose tensors on the device are those of `_laid_out` and `_gathered`."""
+        """Return the inputs of a step from its tensors on the device, those of `_laid_out` and `_gathered`."""
         _, q_offsets, *values = shared
         columns = dict(zip(arrays.columns, values, strict=False))
         groups = [GroupTables(columns[places_of(group)], tables) for group, tables in enumerate(block_tables)]
@@ -288,8 +289,8 @@ class SlotTables:
         input_ids: Tensor | None = None,
         block_tables: Sequence[Tensor | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return a step's input ids, and its block tables by group, from the state of the slots, in the tensors given
-        if there are any. The step is on the device as `_laid_out`."""
+        """Return a step's input ids, and its block tables by group, from the state of the slots, in the given tensors
+        if any. The step has been uploaded as `_laid_out`."""
         row_slots, _, *values = shared
         rooms = block_tables or [None] * self._num_groups
         own = [
@@ -332,7 +333,7 @@ class SlotTables:
             self._apply(*upload_together(self._take_updates(), self._device))
 
     def forget_updates(self) -> None:
-        """Forget the new blocks of a step that is not launched, as its rows and their blocks are lost."""
+        """Forget the new blocks of a step that is not launched, because its rows and their blocks are lost."""
         self._updates.clear()
 
     def _take_updates(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
