@@ -61,7 +61,10 @@ Kept = typing.TypeVar("Kept", bound=BaseException)
 
 
 class AsyncLLMError(Exception):
-    """Base class of asyncllm's errors."""
+    """Base class of asyncllm's errors. They can be pickled, as pools of processes do."""
+
+    def __reduce__(self) -> tuple[typing.Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
 
 
 class InvalidRequest(AsyncLLMError, ValueError):
@@ -206,18 +209,23 @@ def short(name: object) -> str:
 
 def unraised(error: Kept, *, cause: bool) -> Kept:
     """Return a copy of `error` without its traceback, and without its cause unless `cause`."""
-    # A class's own __init__ may take other arguments than `args`, so the built-in base class makes the copy, and the
-    # attributes are copied.
-    kind: type[BaseException] = type(error)
-    while "__new__" not in vars(kind):
-        assert kind.__base__ is not None
-        kind = kind.__base__
-    copy: Kept = kind.__new__(type(error))
-    copy.args = error.args
-    copy.__dict__.update(error.__dict__)
+    copy = _remade(type(error), error.args, error.__dict__)
     if cause:
         copy.__cause__ = error.__cause__
     return copy
+
+
+def _remade(kind: type[Kept], args: tuple[typing.Any, ...], attributes: dict[str, typing.Any]) -> Kept:
+    """Return an error with these arguments and attributes."""
+    # A class's own __init__ may take other arguments than `args`, so the built-in base class makes the error.
+    base: type[BaseException] = kind
+    while "__new__" not in vars(base):
+        assert base.__base__ is not None
+        base = base.__base__
+    error: Kept = base.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 def detached(error: Kept) -> Kept:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import AdapterTable
@@ -225,6 +226,12 @@ class Lifecycle:
             self._state = "closed"
             _live.discard(self)
             await self._executor.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise EngineError(
+            "An engine can be neither pickled nor copied: it holds a model, and runs in one event loop. Start one in "
+            "each process, or share one through `asyncllm serve`."
+        )
 
     def check_idle(self) -> None:
         """See `EngineLoop.check_idle`."""

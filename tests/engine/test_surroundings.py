@@ -4,18 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from asyncllm.errors import AsyncLLMError, EngineError
-from asyncllm.testing import FakeEngine, FakePipeline
+from asyncllm import AsyncEngine
+from asyncllm.errors import (
+    AsyncLLMError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    InvalidParameter,
+    QueueFull,
+    ServerUnreachable,
+)
+from asyncllm.testing import FakeEngine, FakePipeline, fake_parts
 
 
 def test_without_asyncio() -> None:
     starting = FakeEngine().start()
     with pytest.raises(EngineError, match="asyncio's event loop"):
         starting.send(None)
+
+
+def test_an_answer_that_another_event_loop_reads() -> None:
+    """A pause: nothing has come yet, so the reader would wait."""
+
+    def in_another_loop(call: Callable[[], Awaitable[object]]) -> None:
+        async def wait() -> None:
+            await asyncio.wait_for(call(), 1)
+
+        with pytest.raises(EngineError, match="another event loop"):
+            asyncio.run(wait())
+
+    with asyncio.Runner() as runner:
+        engine = FakeEngine()
+        runner.run(engine.start())
+        engine.executor.pause()
+        answer = engine.generate("Hi")
+        runner.run(answer.start())
+        in_another_loop(lambda: anext(answer))
+        in_another_loop(answer.aclose)
+        engine.executor.resume()
+        assert runner.run(answer.response()).text == "Hi"
+        runner.run(engine.close())
+
+
+@pytest.mark.anyio
+async def test_an_engine_is_not_pickled() -> None:
+    async with AsyncEngine("fake", **fake_parts()) as engine, engine.session() as session:
+        for thing in (engine, session, engine.generate("Hi")):
+            with pytest.raises(EngineError, match="neither pickled nor copied"):
+                pickle.dumps(thing)
+
+
+ERRORS = [
+    InvalidParameter("No.", "top_k"),
+    ContextLengthExceeded(5, 3, "session_len"),
+    QueueFull("Full.", 2.5),
+    DeadlineExceeded("Late."),
+    ServerUnreachable("Gone.", status=503, retry_after=1.0),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_reach_other_processes(error: AsyncLLMError) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+    assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))
 
 
 def in_a_fork(call: Callable[[], object]) -> str:

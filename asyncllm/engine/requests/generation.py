@@ -106,6 +106,7 @@ class Generation:
                     return chunk
                 if self._delivery.ended or self._delivery.abandoned:
                     raise StopAsyncIteration
+                self._loop.check_event_loop()
                 await self._delivery.wait()
         except asyncio.CancelledError:
             self.cancel()
@@ -136,6 +137,8 @@ class Generation:
 
     async def aclose(self) -> None:
         """End the request, and wait until the engine has released its row and blocks. Idempotent."""
+        if self._request is not None and not self._delivery.ended:
+            self._loop.check_event_loop()
         self.cancel()
         if self._request is not None:
             await self._delivery.wait_end()
