@@ -74,10 +74,17 @@ def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> Pre
     return None if processor is None else PreparedImages(processor)
 
 
+def _tower_of(fields: _Fields, usual: str = "siglip_vision_model") -> dict[str, Any]:
+    """Return `vision_config`, with transformers' sizes where it has none. `usual`: model type of one without."""
+    vision = {key: value for key, value in (fields.get("vision_config") or {}).items() if value is not None}
+    patch = 32 if vision.get("model_type", usual) == "clip_vision_model" else 16
+    return {"image_size": 224, "patch_size": patch, **vision}
+
+
 def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 336, "patch_size": 14, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields, "clip_vision_model")
     if vision.get("model_type") == "pixtral":
-        return _pixtral(fields, settings, where)
+        return _pixtral({"image_token_index": 32000, **fields}, settings, where)
     side = vision["image_size"] // vision["patch_size"]
     extra = fields.get("vision_feature_select_strategy", "default") == "full" and "siglip" not in str(vision)
     kind = PaddedProcessor if settings.get("do_pad") and "Llava" in str(settings.get("image_processor_type")) else None
@@ -91,7 +98,7 @@ def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 336, "patch_size": 14, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields, "clip_vision_model")
     pinpoints = fields.get("image_grid_pinpoints") or PINPOINTS
     return AnyresProcessor(
         PictureSettings(settings, where),
@@ -128,7 +135,7 @@ def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProc
 
 
 def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 384, "patch_size": 14, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields)
     steps = [vision["image_size"] * number for number in range(1, 7)]
     patches = vision["image_size"] // vision["patch_size"]
     tiles = str(fields.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
@@ -175,7 +182,9 @@ def _qwen(
     *,
     kind: type[QwenVideoProcessor] = QwenVideoProcessor,
     tokens_per_second: bool = False,
+    token_ids: tuple[int, int] = (151655, 151656),
 ) -> ImageProcessor:
+    """`token_ids`: of images and of videos where the file does not say."""
     file = Path(where).parent / "video_preprocessor_config.json"
     own = read_json_object(file)
     if kind is Qwen3VideoProcessor and not own:
@@ -185,10 +194,10 @@ def _qwen(
     vision = fields.get("vision_config") or {}
     return kind(
         PictureSettings(settings, where),
-        token_id=image_token(fields, 151655),
+        token_id=image_token(fields, token_ids[0]),
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         video_settings=PictureSettings(own or settings, str(file) if own else where),
-        video_token_id=token_id_of(fields, "video_token_id", 151656),
+        video_token_id=token_id_of(fields, "video_token_id", token_ids[1]),
         video_placeholder="<|vision_start|><|video_pad|><|vision_end|>",
         tokens_per_second=PictureSettings(vision, "config.json").integer("tokens_per_second", 4)
         if tokens_per_second
@@ -223,7 +232,7 @@ def _paddleocr_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProces
 
 
 def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 224, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields)
     return Gemma3Processor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
         token_id=image_token(fields, 262144),
@@ -252,17 +261,16 @@ def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _cohere2_vision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 512, "patch_size": 16, **(fields.get("vision_config") or {})}
-    return _aya_vision({**fields, "vision_config": vision}, settings, where, BrokenTileProcessor)
+    return _aya_vision(fields, settings, where, BrokenTileProcessor)
 
 
 def _aya_vision(
     fields: _Fields, settings: _Fields, where: str, kind: type[TileProcessor] = NamedTileProcessor
 ) -> ImageProcessor:
-    vision = {"image_size": 384, "patch_size": 14, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields)
     side = vision["image_size"]
     return kind(
-        PictureSettings(settings, where, mean=HALVES, std=HALVES),
+        PictureSettings(settings, where),
         token_id=image_token(fields, 255036),
         placeholder="<|START_OF_IMG|><|IMG_PATCH|><|END_OF_IMG|>",
         before=(),
@@ -296,7 +304,8 @@ def _lfm2_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _janus(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    processor = _deepseek({"image_token_id": 100581, **fields}, settings, where)
+    vision = {"image_size": 384, **(fields.get("vision_config") or {})}
+    processor = _deepseek({"image_token_id": 100581, **fields, "vision_config": vision}, settings, where)
     begin, end = (token_of(Path(where).parent, f"<{name}_of_image>") for name in ("begin", "end"))
     processor.before, processor.after = (begin,), (end,)
     return processor
@@ -324,7 +333,7 @@ def _ovis2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _deepseek(fields: _Fields, settings: _Fields, where: str) -> SquareProcessor:
-    vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields)
     return SquareProcessor(
         PictureSettings(settings, where),
         token_id=image_token(fields, 100015),
@@ -335,7 +344,7 @@ def _deepseek(fields: _Fields, settings: _Fields, where: str) -> SquareProcessor
 
 
 def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    vision = {"image_size": 384, "patch_size": 16, **(fields.get("vision_config") or {})}
+    vision = _tower_of(fields)
     large = {"image_size": 1024, **(fields.get("high_res_vision_config") or {})}
     names = ("size", "resample", "image_mean", "image_std")
     own = {name: settings[f"high_res_{name}"] for name in names if f"high_res_{name}" in settings}
@@ -415,6 +424,7 @@ PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
 _omni_2_5 = partial(_omni, marks=("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"))
 _omni_3 = partial(_omni, marks=("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"))
 _qwen3 = partial(_qwen, kind=Qwen3VideoProcessor)
+_qwen3_5 = partial(_qwen3, token_ids=(248056, 248057))
 
 _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     **PUBLISHED,
@@ -426,7 +436,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
-    "Glm4vMoeForConditionalGeneration": _glm4v,
+    "Glm4vMoeForConditionalGeneration": partial(_glm4v, token_id=151363),
     "GlmOcrForConditionalGeneration": partial(_glm4v, token_id=59280),
     "GotOcr2ForConditionalGeneration": _got_ocr2,
     "Idefics3ForConditionalGeneration": _idefics3,
@@ -456,8 +466,8 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": _omni_3,
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen, tokens_per_second=True),
     "Qwen3VLForConditionalGeneration": _qwen3,
-    "Qwen3_5ForConditionalGeneration": _qwen3,
-    "Qwen3_5MoeForConditionalGeneration": _qwen3,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "SmolVLMForConditionalGeneration": _idefics3,
     "VipLlavaForConditionalGeneration": _llava,

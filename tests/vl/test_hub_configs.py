@@ -4,20 +4,26 @@ norm (2,048 or 2,304), which nothing reads; factors of long contexts are ones th
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from asyncllm import InvalidCheckpoint
+from asyncllm import InvalidCheckpoint, ModelError
 from asyncllm.models.config import HFConfig
 from asyncllm.models.registry import families, read_config
+from asyncllm.models.vision.text_defaults import TEXT_DEFAULTS
 from asyncllm.models.vision_language import composed
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.vl.processor import open_processor
+from tests.checkpoints import write_tokenizer
 from tests.vl.checkpoints import folder_of, picture
+from tests.vl.kinds import KINDS
 
 _LINES = Path(__file__).with_name("hub_configs.jsonl").read_text(encoding="utf-8").splitlines()
 RECORDS = {record["model"]: record for record in map(json.loads, _LINES)}
@@ -42,6 +48,53 @@ def test_a_published_config_is_read(model_name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}), encoding="utf-8")
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "x"}', encoding="utf-8")
     assert open_processor(tmp_path) is not None
+
+
+def _reading(folder: Path, fields: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(fields, default=str))
+    try:
+        config, processor = read_config(folder), open_processor(folder)
+    except ModelError as error:
+        return type(error)
+    return config, {key: value for key, value in vars(processor).items() if isinstance(value, int | str)}
+
+
+def _completed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what transformers has of a config.json that leaves out defaults."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": fields["architectures"]}
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"gemma3_scan", "glm46v", "internvl_6b", "smolvlm"}))
+def test_what_a_config_leaves_out_is_what_transformers_has(kind: str, tmp_path: Path) -> None:
+    """As in files that hold what differs from the defaults of its classes."""
+    config, pictures, tokens, template = KINDS[kind]()
+    write_tokenizer(tmp_path, 320, more=tokens, template=template)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(pictures))
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]
+    fields = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name]}
+    text, tower = fields["text_config"], fields["vision_config"]
+    few = [
+        {key: value for key, value in fields.items() if key not in ("tie_word_embeddings", "image_token_id")},
+        *(
+            {**fields, "vision_config": {key: value for key, value in tower.items() if key != left}}
+            for left in ("image_size", "patch_size", "model_type", "hidden_act", "layer_norm_eps")
+        ),
+    ]
+    if text["model_type"] in TEXT_DEFAULTS:
+        few.append({**fields, "text_config": {"model_type": text["model_type"]}})
+    for each in few:
+        whole = _completed(each)
+        if "out_hidden_size" in tower:
+            for part in (each, whole):
+                part["vision_config"] = {
+                    **part["vision_config"],
+                    "out_hidden_size": whole["text_config"]["hidden_size"],
+                }
+        read, expected = _reading(tmp_path, each), _reading(tmp_path, whole)
+        assert read == expected, each.keys() ^ fields.keys() or each["vision_config"].keys() ^ tower.keys()
 
 
 def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ def test_deepseeks_other_towers_are_refused(tmp_path: Path) -> None:
         ("janus", {"vision_config": {"use_qk_norm": True}}, UnsupportedModel, "model_type|use_qk_norm"),
         ("exaone4_5", {"vision_config": {"num_heads": 6, "hidden_size": 48}}, InvalidCheckpoint, "num_key_value_heads"),
         ("qwen2_vl", {"vision_config": {"num_heads": 5, "embed_dim": 32}}, InvalidCheckpoint, "num_heads"),
+        *(
+            (kind, {"vision_config": {"rope_parameters": {"rope_theta": 100.0}}}, UnsupportedModel, "rope_theta")
+            for kind in ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl")
+        ),
     ],
 )
 def test_configs_that_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,6 +226,27 @@ def test_bounds_of_pixels() -> None:
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [
+        ("llava", {"do_normalize": False}),
+        ("deepseek_vl", {"do_normalize": False}),
+        ("llava", {"do_rescale": False}),
+        ("gemma3", {"do_convert_rgb": False}),
+        ("glm4v", {"temporal_patch_size": 1}),
+    ],
+)
+def test_settings_that_are_off(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(folder_of(kind), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    ours, oracle, image = open_processor(tmp_path), image_processor_of(tmp_path), picture(1, 200, 90)
+    assert ours is not None
+    expected = oracle([image], return_tensors="pt")["pixel_values"].numpy()
+    pixels = ours.prepare(image, {}).pixels
+    assert np.abs(pixels - expected.reshape(pixels.shape)).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
         ("qwen2_vl", {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 64, "longest_edge": 4096}}),
         ("qwen2_vl", {"min_pixels": 64, "max_pixels": 4096, "size": {"shortest_edge": None, "longest_edge": None}}),
         ("qwen2_vl", {"min_pixels": None, "max_pixels": None, "size": {"min_pixels": 64, "max_pixels": 4096}}),
@@ -285,7 +307,8 @@ def test_bars_have_the_mean_colour() -> None:
         ({"resample": 77}, InvalidCheckpoint, "filters"),
         ({"image_mean": [1, 2]}, InvalidCheckpoint, "three numbers"),
         ({"image_std": [0.0, 1.0, 1.0]}, InvalidCheckpoint, "may not be 0"),
-        ({"do_normalize": False}, UnsupportedModel, "do_normalize"),
+        ({"do_resize": False}, UnsupportedModel, "do_resize"),
+        ({"do_normalize": "no"}, InvalidCheckpoint, "do_normalize"),
         ({"size": {"shortest_edge": "x"}}, InvalidCheckpoint, "side of a square"),
         (None, InvalidCheckpoint, "no preprocessor_config.json"),
     ],

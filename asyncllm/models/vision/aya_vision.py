@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from asyncllm.models.config import HFConfig
@@ -13,34 +10,21 @@ from asyncllm.vl.towers.aya_vision import AyaVisionConfig
 
 __all__ = ["read_aya_vision", "read_cohere2_vision"]
 
-_USUAL = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 14,
-}
-
 
 def read_cohere2_vision(hf: HFConfig) -> Composed:
-    usual = {"image_size": 512, "patch_size": 16, "num_hidden_layers": 27, "num_attention_heads": 12}
-    usual |= {"intermediate_size": 3072, "hidden_size": 1152}
     hf.expect("vision_feature_layer", -1)
     width = hf.integer("alignment_intermediate_size", 36864)
-    parts = read_aya_vision(hf.changed({"alignment_intermediate_size": width}), usual)
+    parts = read_aya_vision(hf.changed({"alignment_intermediate_size": width}))
     assert isinstance(parts.vision, AyaVisionConfig)
     encoder = msgspec.structs.replace(parts.vision.encoder, final_norm=True)
     return parts._replace(vision=msgspec.structs.replace(parts.vision, encoder=encoder, eps=None))
 
 
-def read_aya_vision(hf: HFConfig, usual: Mapping[str, Any] | None = None) -> Composed:
-    """Read config.json. `usual`: sizes of the encoder where the file does not say."""
-    text, decoder = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+def read_aya_vision(hf: HFConfig) -> Composed:
+    text, decoder = text_of(hf, "cohere2", tied=True)
     # transformers, where it was published, gives the decoder's logits as they are.
     text = text.changed({"logit_scale": 1.0})
-    encoder = clip_of(hf, usual={**_USUAL, **(usual or {})})
+    encoder = clip_of(hf, usual={"model_type": "siglip_vision_model"})
     if encoder.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
     hf.expect("vision_feature_select_strategy", "full")

@@ -15,10 +15,10 @@ __all__ = ["read_deepseek_vl_hybrid", "read_multi_modality", "sam_of"]
 
 
 def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
-    text, decoder = text_of(hf)
+    text, decoder = text_of(hf, tied=True)
     if text.integer("hidden_size") % 2:
         text.invalid("hidden_size", "of which each tower gives a half")
-    small = msgspec.structs.replace(clip_of(hf), final_norm=True)
+    small = msgspec.structs.replace(clip_of(hf, usual={"model_type": "siglip_vision_model"}), final_norm=True)
     if small.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
     return Composed(text, decoder, HybridConfig(small=small, large=sam_of(_large(hf))))

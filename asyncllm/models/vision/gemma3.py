@@ -14,8 +14,8 @@ __all__ = ["read_gemma3"]
 
 
 def read_gemma3(hf: HFConfig) -> Composed:
-    text, _ = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
-    encoder = msgspec.structs.replace(clip_of(hf), final_norm=True)
+    text, _ = text_of(hf, "gemma3_text", tied=True)
+    encoder = msgspec.structs.replace(clip_of(hf, usual={"model_type": "siglip_vision_model"}), final_norm=True)
     if encoder.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
     side = math.isqrt(hf.integer("mm_tokens_per_image", 256))

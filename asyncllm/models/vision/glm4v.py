@@ -8,6 +8,7 @@ from asyncllm.models.vision.parts import (
     TOWER_ACTIVATIONS,
     Composed,
     axes_of,
+    expect_turns,
     part_of,
     square_of,
     text_of,
@@ -29,7 +30,8 @@ def read_glm4v(hf: HFConfig) -> Composed:
         "head_dim": text.integer("hidden_size") // text.integer("num_attention_heads"),
         "rms_norm_eps": 1e-5,
     }
-    text = text.changed({**usual, **text.fields, "attention_bias": True})
+    bias = text.flag("attention_bias", True) if sparse else True
+    text = text.changed({**usual, **text.fields, "attention_bias": bias})
     text, axes = axes_of(text, usual=(8, 12, 12))
     part = part_of(hf, "vision_config", {"hidden_size": 1536, "num_heads": 12})
     part.expect("attention_bias", False)
@@ -44,7 +46,7 @@ def read_glm4v(hf: HFConfig) -> Composed:
 
 
 def read_glm_ocr(hf: HFConfig) -> Composed:
-    text, _ = text_of(hf)
+    text, _ = text_of(hf, "glm_ocr_text")
     text.expect("model_type", "glm_ocr_text")
     usual = {"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "num_key_value_heads": 8}
     text, axes = axes_of(text.changed({**usual, **text.fields, "attention_bias": False}), usual=(8, 12, 12))
@@ -68,6 +70,7 @@ def _tower(
     if hidden % heads or hidden // heads % 4:
         part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
     part.expect("in_channels", 3)
+    expect_turns(part)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("out_hidden_size", text.integer("hidden_size"))
     return Glm4vConfig(

@@ -11,7 +11,7 @@ __all__ = ["read_got_ocr2"]
 
 
 def read_got_ocr2(hf: HFConfig) -> Composed:
-    text, decoder = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+    text, decoder = text_of(hf, "qwen2", tied=True)
     part = part_of(hf, "vision_config", {"model_type": "got_ocr2_vision", "mlp_dim": 3072})
     part.expect("model_type", "got_ocr2_vision", "")  # the published checkpoint's is empty
     encoder = sam_of(part)

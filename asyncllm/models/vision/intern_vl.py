@@ -13,7 +13,7 @@ def read_intern_vl(hf: HFConfig) -> Composed:
     remote = hf.fields.get("llm_config") is not None
     if remote:
         hf = hf.changed({"text_config": hf.fields["llm_config"]})
-    text, decoder = text_of(hf)
+    text, decoder = text_of(hf, "llama" if remote else "qwen2", tied=not remote)
     if remote:
         names = text.fields.get("architectures")
         decoder = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else decoder

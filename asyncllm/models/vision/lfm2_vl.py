@@ -15,7 +15,7 @@ __all__ = ["read_lfm2_vl"]
 
 def read_lfm2_vl(hf: HFConfig) -> Composed:
     tied = hf.fields.get("tie_embedding", hf.fields.get("tie_word_embeddings", True))
-    text, decoder = text_of(hf.changed({"tie_word_embeddings": tied}))
+    text, decoder = text_of(hf.changed({"tie_word_embeddings": tied}), "lfm2")
     part = part_of(hf, "vision_config")
     places = part.integer("num_patches", 256)
     side = math.isqrt(places)

@@ -14,13 +14,21 @@ __all__ = ["read_deepseek_vl", "read_janus", "read_llava", "read_onevision", "re
 MAX_TILES = 1024
 
 
-def read_llava(hf: HFConfig, *, tiled: bool = False, layers: str = "vision_feature_layer") -> Composed:
-    """Read config.json, whose entry `layers` names the hidden states that are read."""
-    tower = hf.fields.get("vision_config")
-    if isinstance(tower, dict) and tower.get("model_type") == "pixtral":
+def read_llava(
+    hf: HFConfig,
+    *,
+    tiled: bool = False,
+    layers: str = "vision_feature_layer",
+    usual: str = "llama",
+    tower: str = "clip_vision_model",
+) -> Composed:
+    """Read config.json, whose entry `layers` names the hidden states that are read. `usual` and `tower`: model types of
+    parts that say none."""
+    part = hf.fields.get("vision_config")
+    if isinstance(part, dict) and part.get("model_type") == "pixtral":
         return read_pixtral(hf)
-    text, model_type = text_of(hf)
-    encoder = clip_of(hf)
+    text, model_type = text_of(hf, usual)
+    encoder = clip_of(hf, usual={"model_type": tower})
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
     hf.expect("vision_feature_select_strategy", "default", "full")
     named = hf.fields.get(layers, -2)
@@ -49,15 +57,16 @@ def read_onevision(hf: HFConfig) -> Composed:
     tiles = ratio.removeprefix("anyres_max_") if isinstance(ratio, str) else ""
     if not tiles.isdecimal() or not 1 <= int(tiles) <= MAX_TILES:
         hf.unsupported("vision_aspect_ratio", "Supported: anyres_max_9, or another number.")
-    parts = read_llava(hf, tiled=True)
+    parts = read_llava(hf, tiled=True, usual="qwen2", tower="siglip_vision_model")
     vision = parts.vision
     assert isinstance(vision, LlavaConfig)
     return parts._replace(vision=msgspec.structs.replace(vision, most=int(tiles) * vision.encoder.side**2))
 
 
 def read_deepseek_vl(hf: HFConfig) -> Composed:
-    text, decoder = text_of(hf)
-    encoder = msgspec.structs.replace(clip_of(hf), final_norm=True)
+    text, decoder = text_of(hf, tied=True)
+    usual = {"model_type": "siglip_vision_model"}
+    encoder = msgspec.structs.replace(clip_of(hf, usual=usual), final_norm=True)
     vision = LlavaConfig(
         encoder=encoder,
         feature_layers=(encoder.num_layers,),

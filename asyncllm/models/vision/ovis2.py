@@ -10,7 +10,7 @@ __all__ = ["read_ovis2"]
 
 
 def read_ovis2(hf: HFConfig) -> Composed:
-    text, decoder = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
+    text, decoder = text_of(hf, "qwen2", tied=True)
     part = part_of(hf, "vision_config", {"hidden_size": 1024, "num_attention_heads": 8, "hidden_act": "silu"})
     part.expect("tokenize_function", "softmax")
     part.expect("num_visual_indicator_tokens", NUM_MARKS)

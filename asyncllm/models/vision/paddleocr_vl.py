@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, part_of, text_of, with_text
+from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, expect_turns, part_of, text_of, with_text
 from asyncllm.vl.towers.paddleocr_vl import PaddleOCRVLConfig
 
 __all__ = ["read_paddleocr_vl"]
 
-_TEXT = {
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "head_dim": 128,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 131072,
-}
-"""What transformers' class has where the file leaves it out."""
-
 
 def read_paddleocr_vl(hf: HFConfig) -> Composed:
-    hf = with_text(hf, "paddleocr_vl")
-    text, _ = text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))
-    absent = {key: value for key, value in _TEXT.items() if text.fields.get(key) is None}
+    hf = with_text(hf, "paddleocr_vl_text")
+    text, _ = text_of(hf, "paddleocr_vl_text", tied=True)
     bias = text.flag("use_bias", False)
-    text, axes = axes_of(text.changed({**absent, "attention_bias": bias, "mlp_bias": bias}))
+    text, axes = axes_of(text.changed({"attention_bias": bias, "mlp_bias": bias}))
     part = part_of(hf, "vision_config")
     part.expect("num_channels", 3)
+    expect_turns(part)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     hidden, heads = part.integer("hidden_size", 1152), part.integer("num_attention_heads", 16)
     side, patch = part.integer("image_size", 384), part.integer("patch_size", 14)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncllm.models.config import HFConfig
+from asyncllm.models.vision.text_defaults import TEXT_DEFAULTS
 from asyncllm.vl.tower import TowerConfig
 from asyncllm.vl.towers.clip import ClipConfig
 from asyncllm.vl.towers.parts import ACTIVATIONS, TowerActivation
@@ -16,6 +17,7 @@ __all__ = [
     "axes_of",
     "clip_of",
     "depth_of",
+    "expect_turns",
     "part_of",
     "square_of",
     "text_of",
@@ -28,26 +30,6 @@ TOWER_ACTIVATIONS: Mapping[str, TowerActivation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "mistral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    },
-}
-"""What transformers' classes have where a text_config leaves it out, as those of LLaVA's hub files do."""
-
 
 _OF_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
 
@@ -100,18 +82,20 @@ def with_text(hf: HFConfig, model_type: str) -> HFConfig:
     return hf.changed({"text_config": {**kept, "model_type": model_type}})
 
 
-def text_of(hf: HFConfig) -> tuple[HFConfig, str]:
-    """Return the decoder's part, which inherits what is said of the whole, and its model type."""
+def text_of(hf: HFConfig, usual: str = "llama", *, tied: bool = False) -> tuple[HFConfig, str]:
+    """Return the decoder's part, which inherits what is said of the whole, and its model type: `usual` where the part
+    names none. `tied`: whether a file that does not say so ties its embeddings."""
     part = part_of(hf, "text_config")
-    model_type = part.fields.get("model_type", "llama")
+    model_type = part.fields.get("model_type", usual)
     if not isinstance(model_type, str):
         part.invalid("model_type", "where a name belongs")
-    part = part_of(hf, "text_config", _TEXT_DEFAULTS.get(model_type))
+    part = part_of(hf, "text_config", TEXT_DEFAULTS.get(model_type))
     # To a family null is not what absent is: no window, where Mistral's files without the entry have one.
     null = dict.fromkeys(name for name in hf.fields["text_config"] if name not in part.fields)
     own = {key: part.fields.get(key, hf.fields.get(key)) for key in ("dtype", "torch_dtype", "quantization_config")}
     # Where either part says that they are tied they may be; `registry` looks whether there is a head.
-    own["tie_word_embeddings"] = any(each.fields.get("tie_word_embeddings", False) for each in (part, hf))
+    said = (part.fields.get("tie_word_embeddings", False), hf.fields.get("tie_word_embeddings", tied))
+    own["tie_word_embeddings"] = any(said)
     return part.changed({**null, **{key: value for key, value in own.items() if value is not None}}), model_type
 
 
@@ -159,6 +143,16 @@ def square_of(part: HFConfig, key: str, default: int) -> int:
     return part.changed({key: value}).integer(key)
 
 
+def expect_turns(part: HFConfig) -> None:
+    """Refuse a tower whose patches are turned otherwise than all published ones' are. Raises UnsupportedModel."""
+    rope = part.fields.get("rope_parameters")
+    known = {"rope_type": ("axial", "default"), "rope_theta": (10000.0, 10000)}
+    if rope is not None and not (
+        isinstance(rope, dict) and all(key in known and value in known[key] for key, value in rope.items())
+    ):
+        part.unsupported("rope_parameters", "Supported: rope_type = 'axial' with rope_theta = 10000.0.")
+
+
 def axes_of(
     text: HFConfig, *, interleaved: bool = False, usual: Sequence[int] = (16, 24, 24)
 ) -> tuple[HFConfig, tuple[int, ...]]:
@@ -169,6 +163,8 @@ def axes_of(
     """
     key = "rope_parameters" if text.fields.get("rope_parameters") is not None else "rope_scaling"
     rope = text.fields.get(key)
+    absent = rope is None
+    rope = {} if absent else rope
     if not isinstance(rope, dict):
         text.invalid(key, "where an object with mrope_section belongs")
     sections = rope.get("mrope_section", list(usual))
@@ -188,4 +184,4 @@ def axes_of(
     for name in ("type", "rope_type"):
         if plain.get(name) == "mrope":
             plain[name] = "default"
-    return text.changed({key: plain}), tuple(axes)
+    return text if absent else text.changed({key: plain}), tuple(axes)

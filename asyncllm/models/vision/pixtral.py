@@ -13,16 +13,16 @@ _MERGING = ("mistral3", "lighton_ocr")
 
 def read_pixtral(hf: HFConfig) -> Composed:
     hf.expect("vision_feature_select_strategy", "full")
-    return _read(hf, layer=-2, bias=True, merge=1)
+    return _read(hf, layer=-2, bias=True, merge=1, usual="llama")
 
 
 def read_mistral3(hf: HFConfig) -> Composed:
-    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2))
+    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2), usual="mistral")
 
 
 def read_lighton_ocr(hf: HFConfig) -> Composed:
     names = ("vision_encoder", "vision_projection")
-    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2), names=names)
+    return _read(hf, layer=-1, bias=False, merge=hf.integer("spatial_merge_size", 2), names=names, usual="qwen3")
 
 
 def _read(
@@ -31,10 +31,12 @@ def _read(
     layer: int,
     bias: bool,
     merge: int,
+    usual: str,
     names: tuple[str, str] = ("vision_tower", "multi_modal_projector"),
 ) -> Composed:
-    """Read config.json. `layer`, `bias`: where the file says nothing. `names`: of the checkpoint's modules."""
-    text, decoder = text_of(hf)
+    """Read config.json. `layer`, `bias`, and `usual`, the decoder's model type: where the file says nothing. `names`:
+    of the checkpoint's modules."""
+    text, decoder = text_of(hf, usual, tied=usual != "llama")
     part = part_of(hf, "vision_config")
     part.expect("model_type", "pixtral")
     part.expect("num_channels", 3)

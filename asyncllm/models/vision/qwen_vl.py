@@ -12,6 +12,7 @@ from asyncllm.models.vision.parts import (
     TOWER_ACTIVATIONS,
     Composed,
     axes_of,
+    expect_turns,
     part_of,
     square_of,
     text_of,
@@ -24,15 +25,16 @@ __all__ = ["read_exaone4_5", "read_omni", "read_qwen3_5", "read_qwen3_vl", "read
 
 
 def read_qwen_vl(hf: HFConfig, *, gated: bool = False) -> Composed:
-    hf = with_text(hf, "qwen2")
-    text, _ = text_of(hf)
+    name = "qwen2_5_vl_text" if gated else "qwen2_vl_text"
+    text, _ = text_of(with_text(hf, name), name)
     text, axes = axes_of(text)
-    return Composed(text, "Qwen2ForCausalLM", _patches_tower(part_of(hf, "vision_config"), gated=gated), axes)
+    part = part_of(hf, "vision_config", {"hidden_size": 3584})
+    return Composed(text, "Qwen2ForCausalLM", _patches_tower(part, gated=gated), axes)
 
 
 def read_exaone4_5(hf: HFConfig) -> Composed:
-    text, decoder = text_of(hf)
-    part = part_of(hf, "vision_config")
+    text, decoder = text_of(hf, "exaone4")
+    part = part_of(hf, "vision_config", {"hidden_size": 3584})
     vision, shared = _patches_tower(part, gated=True), part.integer("num_key_value_heads", 8)
     if vision.num_heads % shared:
         part.invalid("num_key_value_heads", f"which does not divide {vision.num_heads} heads")
@@ -54,6 +56,7 @@ def _patches_tower(part: HFConfig, *, gated: bool) -> QwenVLConfig:
     part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
     for key in ("in_channels", "in_chans"):
         part.expect(key, 3)
+    expect_turns(part)
     depth = part.integer("depth", 32)
     full = part.fields.get("fullatt_block_indexes", [7, 15, 23, 31])
     if not isinstance(full, list) or not all(type(each) is int for each in full):
@@ -77,7 +80,7 @@ def _patches_tower(part: HFConfig, *, gated: bool) -> QwenVLConfig:
 
 
 def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
-    text, _ = text_of(hf)
+    text, _ = text_of(hf, "qwen3_vl_text", tied=sparse)
     text, axes = axes_of(text, interleaved=True, usual=(24, 20, 20))
     if sparse:
         text.expect("norm_topk_prob", True)
@@ -106,6 +109,7 @@ def _deep_tower(part: HFConfig, text: HFConfig) -> Qwen3VLConfig:
         part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
     part.expect("in_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
+    expect_turns(part)
     depth, positions = part.integer("depth", 27), part.integer("num_position_embeddings", 2304)
     side = math.isqrt(positions)
     if side * side != positions:

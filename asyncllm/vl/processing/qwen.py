@@ -103,14 +103,18 @@ class FlatProcessor(DynamicProcessor):
 
 
 class FramesProcessor(DynamicProcessor):
-    """Bounds of pixels count an image as the two frames that the tower sees, and a small one is first scaled up to a
+    """Bounds of pixels count an image as the equal frames that the tower sees, and a small one is first scaled up to a
     square of patches (GLM-4.1V)."""
+
+    def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
+        super().__init__(settings, token_id=token_id, placeholder=placeholder)
+        self._frames = settings.integer("temporal_patch_size", 2, maximum=64)
 
     def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         factor, short = self.patch * self.merge, min(height, width)
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
-        return whole_squares(height, width, factor, least / 2, most / 2)
+        return whole_squares(height, width, factor, least / self._frames, most / self._frames)
 
 
 class ScaledUpProcessor(DynamicProcessor):

@@ -45,19 +45,30 @@ class PictureSettings:
     ) -> None:
         """`mean`, `std` and `resample` are the defaults of the file. Raises InvalidCheckpoint, UnsupportedModel."""
         self.fields, self.where = fields, where
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if fields.get(key, True) not in (True, None):
-                raise UnsupportedModel(f"{where}: {key} = {short(fields[key])} is not implemented. Set it to true.")
+        if self._given("do_resize", True) is not True:
+            raise UnsupportedModel(
+                f"{where}: do_resize = {short(fields['do_resize'])} is not implemented. Set it to true."
+            )
         chosen = self._given("resample", resample)
         if chosen not in list(Image.Resampling):
             self._refuse("resample", "which is none of Pillow's filters")
         self.resample = Image.Resampling(chosen)
-        self.scale = self.number("rescale_factor", 1 / 255)
+        self.scale = self.number("rescale_factor", 1 / 255) if self._flag("do_rescale") else 1.0
         if self.scale > 1:
             self._refuse("rescale_factor", "where a number up to 1 belongs")
         self.mean, self.std = self._colours("image_mean", mean), self._colours("image_std", std)
         if not self.std.all():
             self._refuse("image_std", "which may not be 0")
+        self._colour = self.mean
+        if not self._flag("do_normalize"):
+            self.mean, self.std = np.zeros_like(self.mean), np.ones_like(self.std)
+
+    def _flag(self, key: str) -> bool:
+        """Return a flag that is on unless the file says otherwise."""
+        value = self._given(key, True)
+        if type(value) is not bool:
+            self._refuse(key, "where true or false belongs")
+        return bool(value)
 
     def _colours(self, key: str, default: tuple[float, ...]) -> Pixels:
         value = self._given(key, default)
@@ -68,8 +79,8 @@ class PictureSettings:
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The mean colour as bytes."""
-        red, green, blue = (int(each * 255) for each in self.mean)
+        """The mean colour as bytes, of bars beside an image, also where it is not taken off."""
+        red, green, blue = (int(each * 255) for each in self._colour)
         return red, green, blue
 
     def integer(self, key: str, default: int, *, maximum: int = 2**31) -> int:
