@@ -54,37 +54,37 @@ class Progress(Protocol):
     """The progress of one answer in its grammar. Used by one thread at a time."""
 
     error: str | None
-    """Why the answer cannot go on."""
+    """Why the answer cannot continue."""
 
     @property
     def ended(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only the end of the answer may follow."""
 
     def consume(self, token: int) -> None:
-        """Move on by the answer's next token."""
+        """Advance by the answer's next token."""
 
     def forced(self) -> list[int]:
-        """Return the tokens that have to come next; empty if there is a choice."""
+        """Return the tokens that must come next; empty if there is a choice."""
 
     def fill(self, words: Any) -> None:
-        """Write the bits of the tokens that may come next: an int32 array, 32 tokens each, the lowest bit first."""
+        """Write the bits of the tokens that may come next into an int32 array, 32 tokens per word, lowest bit first."""
 
     def fill_by(self, words: Any) -> Any:
-        """Do as `fill`, or return the llguidance matcher that has to write the bits, in front of a call of `filled`."""
+        """Fill like `fill`, or return the llguidance matcher that has to write the bits before a call of `filled`."""
 
     def filled(self, words: Any) -> None:
-        """Look at the bits that the matcher of `fill_by` has written."""
+        """Read the bits that the matcher of `fill_by` has written."""
 
 
 class Grammar(Protocol):
     """The grammar of one request's answers."""
 
     def start(self, answer: Sequence[int]) -> Progress:
-        """Return the progress of an answer that has some tokens already."""
+        """Return the progress of an answer that already has these tokens."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one sequence is sampled, in token ids only. Written by `InputProcessor`, read by `agent.sampling`."""
+    """How one sequence is sampled, in terms of token ids. Written by `InputProcessor`, read by `agent.sampling`."""
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -103,12 +103,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """64-bit key of the counter-based generator; the counter is the absolute position of the sampled token."""
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Never sampled before `min_new_tokens` tokens are there, unless a grammar leaves nothing else. The scheduler does
+    """Never sampled among the first `min_new_tokens` tokens, unless a grammar leaves nothing else. The scheduler does
     the stopping."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences whose last token is banned where it would complete them; a single id is always banned."""
     allowed_token_ids: tuple[int, ...] = ()
-    """All that may be sampled; empty: any token."""
+    """The only tokens that may be sampled; empty: any token."""
     grammar: Any = None
     """The `Grammar` of the answer, if any (`Limits.takes_grammars`)."""
     logprobs: int | None = None
@@ -136,13 +136,13 @@ class SlotStart(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     params: SamplingParams
     num_prompt: int
-    """Number of tokens of the prompt; further `token_ids` were generated before a preemption."""
+    """Number of prompt tokens; further `token_ids` were generated before a preemption."""
     num_tokens: int
-    """Number of tokens known to the host: of the prompt and, after a preemption, generated ones."""
+    """Number of tokens known to the host: the prompt's and, after a preemption, generated ones."""
     token_ids: list[int]
     """The known tokens if `params.needs_history`, otherwise empty."""
     position_shift: int = 0
-    """Offset of the positions behind all images from the numbers of tokens (`PromptImage.shift`)."""
+    """Offset of the positions after all images from the token indices (`PromptImage.shift`)."""
     adapter: int = 0
     """Number of the LoRA adapter of its tokens; 0: none."""
     adapter_slot: int = -1
@@ -156,38 +156,38 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     """At least one id."""
     position: int
-    """Absolute position of `tokens[0]`; all earlier tokens are in the slot's blocks already."""
+    """Absolute position of `tokens[0]`; all earlier tokens are already in the slot's blocks."""
     sample: bool
-    """Whether the chunk ends the known tokens, so that the next token is sampled from its last position."""
+    """Whether the chunk ends the known tokens, so that the next token is sampled at its last position."""
     prompt_logprobs: int | None = None
-    """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and the N most
-    likely. The successor of the chunk's last token is `next_token`."""
+    """N >= 0: for each position of the chunk, the log-probability of the *following* known token, and of the N most
+    likely ones. The token after the chunk's last one is `next_token`."""
     next_token: int | None = None
-    """The known token after this chunk, if there is one and prompt_logprobs asks for it."""
+    """The known token after this chunk, if there is one and prompt_logprobs needs it."""
     output_logits: bool = False
     """Return the raw float32 logits of every position of the chunk."""
     pooling: Pooled | None = None
-    """Return the sum of the chunk's hidden states after the final norm (mean), the last token's (last), or the scores
-    of the model's head for it (score)."""
+    """Return the sum of the chunk's hidden states after the final norm (mean), the last token's hidden state (last), or
+    the model's scores for it (score)."""
     images: Sequence[PromptImage] = ()
-    """All images of the prompt, in order, those outside the chunk included."""
+    """All images of the prompt, in order, including those outside the chunk."""
     forced: Sequence[int] = ()
-    """With `sample`, the last known tokens that were forced and not drawn (`StepOutput.forced`). The slot's sampling
-    has not seen them."""
+    """With `sample`, the last known tokens that were forced rather than drawn (`StepOutput.forced`). The slot's
+    sampling state has not seen them."""
 
     @property
     def scored(self) -> bool:
-        """Whether the row wants results of its tokens' logits besides the next token."""
+        """Whether the row needs its tokens' logits for more than the next token."""
         return self.output_logits or self.prompt_logprobs is not None
 
     @property
     def reads_all(self) -> bool:
-        """Whether the row wants a result of every token's hidden state after the final norm."""
+        """Whether the row needs every token's hidden state after the final norm."""
         return self.output_logits or self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 class SwapPlan(msgspec.Struct, kw_only=True):
-    """Blocks to copy between the device's pool and the host's. Order: all of `swap_out`, then all of `swap_in`.
+    """Blocks to copy between the device's pool and the host's: first all of `swap_out`, then all of `swap_in`.
 
     A device block may be a source of `swap_out` and then be written in the same step. Destinations are distinct.
     """
@@ -249,43 +249,44 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
 
 class StepFailed(Exception):
-    """A step raised, and the device goes on: only the rows of this step are lost. The cause is chained."""
+    """A step raised, and the device survived: only the rows of this step are lost. The cause is chained."""
 
 
 class StepDropped(Exception):
-    """A step was not run, because one that it was built on failed. Its rows can be computed again."""
+    """A step was not run, because a step that it builds on failed. Its rows can be computed again."""
 
 
 class OtherRankRefused(ModelError):
-    """A command was not carried out, because another rank could not. That rank's error says why."""
+    """A command was not carried out, because another rank failed. That rank's error says why."""
 
 
 ResidentPart = Literal["weights", "kv_cache"]
-"""The parts of a model that sleep and wake separately. The KV cache includes all that steps need, such as graphs."""
+"""The parts of a model that sleep and wake separately. The KV cache includes everything that steps need, such as
+graphs."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
     """Replace weights of the model by these tensors, all of them or none."""
 
     weights: Mapping[str, Any]
-    """Name in a checkpoint -> tensor. The caller must not change them until the command is carried out."""
+    """Name in a checkpoint -> tensor. The caller must not change them until the command is done."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Give the device's memory back. KV is lost, on the device and in host memory."""
+    """Free the device's memory. KV blocks are lost, on the device and in host memory."""
 
     level: int
     """1: weights go to host memory; 2: they are lost."""
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):
-    """Bring these parts back to the device; parts that are there stay."""
+    """Bring these parts back to the device; parts that are already there stay."""
 
     parts: frozenset[ResidentPart]
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Read a LoRA adapter into host memory, whatever runs meanwhile."""
+    """Read a LoRA adapter into host memory, while steps run."""
 
     number: int
     """Its number in `SlotStart.adapter`."""
@@ -293,23 +294,23 @@ class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     path: str
     """Its folder."""
     digest: str = ""
-    """Of its files when they were read before, which they are to have still."""
+    """Digest of its files when they were read before; they must not have changed."""
 
 
 class TakeVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Prepare for grammars (`TakesGrammars`), which reach an executor in other processes as texts."""
+    """Prepare for grammars (`TakesGrammars`), which are sent to an executor in other processes as text."""
 
     ends: tuple[int, ...]
     """Tokens that end an answer."""
 
 
 Command = UpdateWeights | Sleep | Wake | TakeVocabulary
-"""What is asked of a model as a whole, between two steps. No slot and no block keeps its content beyond new weights and
-a sleep."""
+"""An operation on the whole model between two steps. After new weights or a sleep, no slot or block keeps its
+content."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of the loaded model and its device. They are never written back into the configuration."""
+    """Properties of the loaded model and its device. They are never written back into the configuration."""
 
     num_blocks: int
     """Blocks in the KV pool."""
@@ -317,14 +318,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block."""
     windows: tuple[int | None, ...] = (None,)
     """For each block group, how many of the latest positions its layers see; None: all of them. A sequence has a block
-    table in each group; any block can be in any of them."""
+    table in each group; any block can be used in any group."""
     keeps_state: bool = False
-    """Whether a block holds a state after its latest token, besides or in place of keys and values. Then only the
+    """Whether a block holds the state after its latest token, with or instead of keys and values. Then only the
     sequence that wrote a partial block can continue it."""
     max_position: int
-    """Most positions that the model's rotary tables and training context allow, after scaling."""
+    """Maximum number of positions that the model's rotary tables and training context allow, after scaling."""
     vocab_size: int
-    """Rows of the output embedding: every valid token id is below it."""
+    """Rows of the output embedding; every valid token id is smaller."""
     hidden_size: int
     """Size of a hidden state."""
     takes_grammars: bool = False
@@ -332,36 +333,36 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     takes_images: bool = False
     """Whether the model has a vision tower, so that `PrefillRow.images` is honoured."""
     has_head: bool = True
-    """Whether the model has an output embedding. Without one it gives embeddings and no answers."""
+    """Whether the model has an output embedding. Without one it computes embeddings but no answers."""
     num_labels: int = 0
-    """Number of scores that the model's head gives a sequence; 0: it has no such head."""
+    """Number of scores that the model's head computes per sequence; 0: it has no such head."""
     num_slots: int
-    """Slots: at least `max_batch_size`, and more to replace those that steps in flight hold."""
+    """Number of slots: at least `max_batch_size`, and more to replace those held by steps in flight."""
     num_host_blocks: int = 0
     """Blocks of the same size in host memory, for swapping."""
     num_adapter_slots: int = 0
-    """Adapters that steps may use at a time."""
+    """Maximum number of adapters that steps may use at a time."""
     num_host_adapters: int = 0
-    """Adapters that host memory has room for. Of those given at start the first ones are in it."""
+    """Maximum number of adapters in host memory. Of the adapters given at start, the first ones are there."""
     adapter_digests: tuple[str, ...] = ()
-    """Of the files of the adapters given at start, in their order."""
+    """Digests of the files of the adapters given at start, in order."""
     min_copied_tokens: int = 1
-    """Fewest cached tokens in host memory that are copied; fewer are computed again, which is faster."""
+    """Minimum number of cached tokens in host memory worth copying; recomputing fewer is faster."""
     max_steps_in_flight: int = 2
-    """Steps in flight while no sequence waits to be admitted."""
+    """Maximum number of steps in flight while no sequence waits for admission."""
     token_tile: int = 1
-    """Steps with many tokens are fastest with a multiple of this number."""
+    """Steps with many tokens run fastest at a multiple of this number of tokens."""
     tokens_beside_decode: int | None = None
-    """Most tokens of a step that decodes streamed answers, if there is room for prompts then; None: no such bound."""
+    """Maximum number of tokens in a step that decodes streamed answers, if it has space for prompts; None: no limit."""
     dynamic_rope_from: int | None = None
-    """Dynamic NTK: prompts longer than this have a rotary base of their own. None: no such scaling."""
+    """Dynamic NTK: prompts longer than this have their own rotary base. None: no such scaling."""
     device: str = "cpu"
     dtype: str = "float32"
     architecture: str = ""
     num_parameters: int = 0
     model_path: str = ""
     start_seconds: dict[str, float] = {}
-    """How long each phase of the start took, in order (`StartTimes`)."""
+    """Duration of each phase of the start, in order (`StartTimes`)."""
 
 
 class StartTimes:
@@ -383,24 +384,24 @@ class Executor(Protocol):
 
     @property
     def isolated(self) -> bool:
-        """Whether another process has the device, so that a lost device is lost with that process only."""
+        """Whether another process owns the device, so that a lost device is lost only with that process."""
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
-        """Call `on_step` in the event loop as soon as the future of a step is done: in the same turn of the loop, as a
-        callback of the future would come a turn later.
+        """Call `on_step` in the event loop as soon as the future of a step is done, in the same iteration; a callback
+        of the future would run one iteration later.
 
-        Call `on_death` if the executor dies while no step or command is open that could raise.
+        Call `on_death` if the executor dies while no open step or command could raise the error.
         """
 
     async def start(self) -> Limits:
-        """Load the model, and allocate the KV pool. Raises ModelError, and leaves nothing behind then."""
+        """Load the model and allocate the KV pool. On ModelError, leave nothing behind."""
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue a step and return a future of the running loop at once. Steps run in order.
 
-        The future raises StepFailed if the step failed as a whole and the device goes on. Steps that were scheduled
-        before this was known build on it, and raise StepDropped. After any other error the executor is dead: every
-        later step raises too.
+        The future raises StepFailed if the whole step failed and the device survived. Steps that were scheduled before
+        this was known build on it, and raise StepDropped. After any other error the executor is dead: every later step
+        raises too.
         """
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
@@ -408,11 +409,11 @@ class Executor(Protocol):
         an AsyncLLMError, nothing has changed; after any other error every later call fails, as after a step's."""
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Read an adapter into host memory beside the steps, and return the digest of its files. No step that names it
-        is submitted before.
+        """Read an adapter into host memory while steps run, and return the digest of its files. No step that names it
+        is submitted before that.
 
-        The future raises an AsyncLLMError when the adapter cannot be read, and then everything is as it was. The caller
-        sees to it that there are no more than `Limits.num_host_adapters`.
+        The future raises an AsyncLLMError if the adapter cannot be read, and then nothing has changed. The caller
+        ensures that there are no more than `Limits.num_host_adapters`.
         """
 
     def drop_adapter(self, number: int) -> None:
@@ -424,8 +425,8 @@ class Executor(Protocol):
 
 @runtime_checkable
 class TakesGrammars(Protocol):
-    """An executor in other processes, each of which compiles grammars for itself."""
+    """An executor in other processes, each of which compiles grammars itself."""
 
     def take_grammar(self, grammar: Any) -> asyncio.Future[None]:
-        """Prepare for steps with rows of a `CompiledGrammar`, while others run. No such step is submitted before the
-        future is done."""
+        """Prepare for steps with rows of a `CompiledGrammar`, while other steps run. No such step is submitted before
+        the future is done."""

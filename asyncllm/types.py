@@ -30,13 +30,13 @@ Kind = TypeVar("Kind")
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """Why an answer ended.
 
-stop: an end-of-sequence token, a stop token or a stop word. tool_calls: the same after at least one complete tool
-call. length: max_new_tokens or the session length. abort: `stop_session`, or the reader left. error: the request
-failed in a step, or its timeout was over.
+stop: an end-of-sequence token, a stop token or a stop word. tool_calls: the same after at least one complete tool call.
+length: max_new_tokens or the session length. abort: `stop_session`, or the reader left. error: the request failed in a
+step, or its timeout passed.
 """
 
 ErrorCode = Literal["invalid_request", "context_length_exceeded", "deadline_exceeded", "internal_error"]
-"""Why a request of a batch failed. invalid_request: its prompt cannot be read. internal_error: a step that it was in,
+"""Why a request of a batch failed. invalid_request: its prompt cannot be read. internal_error: a step with the request,
 or the code that encodes it, failed."""
 
 Message = dict[str, Any]
@@ -63,7 +63,7 @@ order."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call that the model asks for."""
+    """A tool call made by the model."""
 
     id: str
     name: str
@@ -72,10 +72,10 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """A piece of a tool call. The first piece has the call's id and name; the arguments of all pieces are joined."""
+    """A piece of a tool call. The first piece has the call's id and name; the pieces' arguments are concatenated."""
 
     index: int
-    """Which call of the answer this belongs to, from 0. A call is complete before the next one begins."""
+    """Index of the call within the answer. A call is complete before the next one begins."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
@@ -86,27 +86,27 @@ class Response(msgspec.Struct, kw_only=True):
 
     text: str = ""
     reasoning: str = ""
-    """The model's reasoning before its answer, if its format is known. `text` does not contain it."""
+    """The model's reasoning before its answer, if its format is known. It is not part of `text`."""
     tool_calls: list[ToolCall] = []
-    """The calls in a request with tools."""
+    """The tool calls, if the request has tools."""
     reasoning_token_len: int = 0
-    """Number of reasoning tokens generated so far, with the marks around them."""
+    """Number of reasoning tokens generated so far, including the marks around them."""
     token_ids: list[int] = []
     logprobs: Logprobs | None = None
-    """One entry per id in `token_ids`, if asked for."""
+    """One entry per id in `token_ids`, if requested."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """If asked for: one entry per prompt token, None for the first token."""
+    """If requested, one entry per prompt token; None for the first token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop word of the request that ended the answer; None for any other end."""
     index: int = 0
-    """Number of the prompt within a batch (`stream_infer`)."""
+    """Index of the prompt within a batch (`stream_infer`)."""
     input_token_len: int = 0
-    """Number of tokens of this turn's prompt."""
+    """Number of prompt tokens in this turn."""
     generate_token_len: int = 0
     """Number of tokens generated so far for this choice."""
     history_token_len: int = 0
-    """Number of tokens of the session before this turn."""
+    """Number of session tokens before this turn."""
     cached_token_len: int = 0
     """Number of prompt and history tokens that came from the prefix cache."""
     num_images: int = 0
@@ -114,20 +114,20 @@ class Response(msgspec.Struct, kw_only=True):
     image_token_len: int = 0
     """Number of prompt tokens that stand for images."""
     error_code: ErrorCode | None = None
-    """What kind of failure it was, with finish_reason 'error'."""
+    """The kind of failure, if finish_reason is 'error'."""
     error_message: str | None = None
-    """Why this request of a batch failed, with finish_reason 'error'."""
+    """Why this request of a batch failed, if finish_reason is 'error'."""
     choices: tuple[Response, ...] = ()
     """All `n` answers, this one first, when n > 1; empty when n = 1."""
 
     @property
     def session_id(self) -> int:
-        """LMDeploy's name of `index`."""
+        """LMDeploy's name for `index`."""
         return self.index
 
     @property
     def cached_tokens(self) -> int:
-        """LMDeploy's name of `cached_token_len`."""
+        """LMDeploy's name for `cached_token_len`."""
         return self.cached_token_len
 
     @property
@@ -181,7 +181,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def join(answers: Sequence[Response]) -> Response:
-        """Return one response out of the answers to one prompt, in choice order."""
+        """Combine the answers to one prompt, in choice order, into one response."""
         if not answers:
             return Response()
         first = answers[0]
@@ -191,27 +191,27 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Chunk(Response, kw_only=True):
-    """A piece of an answer: a Response with what is new. The joined `text` of a choice's chunks is the whole answer,
-    byte for byte; lengths count from its beginning.
+    """A piece of an answer: a Response with the new parts only. The concatenated `text` of a choice's chunks is the
+    whole answer, byte for byte; lengths count from the beginning.
 
-    Within a chunk, reasoning comes before text, and text before tool calls. A token may come before its text, if a
-    character or a stop word is still incomplete. `finish_reason` is set on the last chunk of a choice, and only there;
-    `prompt_logprobs` on the first one.
+    Within a chunk, reasoning comes before text, and text before tool calls. A token may arrive before its text, while a
+    character or a stop word is incomplete. Only the last chunk of a choice has a `finish_reason`, and only the first
+    has `prompt_logprobs`.
     """
 
     tool_calls: list[ToolCallPiece] = []  # type: ignore[assignment]
-    """Pieces of calls."""
+    """Pieces of tool calls."""
     choice: int = 0
-    """Number of the answer among the `n` answers to the prompt."""
+    """Index of the answer among the `n` answers to the prompt."""
     logits: Any = None
     """On the last chunk of `get_logits`: float32 CPU tensors of the prompt's chunks, each [tokens, vocab]."""
     pooled: Sequence[float] | None = None
-    """On the last chunk of `embed`: the sum of the pooled hidden states [hidden]. Of `classify`: the scores
+    """On the last chunk of `embed`: the sum of the pooled hidden states [hidden]. On that of `classify`: the scores
     [labels]."""
 
     @property
     def response(self) -> str:
-        """LMDeploy's name of `text`."""
+        """LMDeploy's name for `text`."""
         return self.text
 
     def extend(self, chunk: Chunk) -> Response:
@@ -224,37 +224,37 @@ class Embedding(msgspec.Struct, kw_only=True):
 
     values: list[float]
     input_token_len: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
 
 
 class SequenceScores(msgspec.Struct, kw_only=True):
-    """The scores of a prompt by a head for labels or rewards."""
+    """The scores of a prompt, computed by a head for labels or rewards."""
 
     values: list[float]
     """The head's output, one score per label."""
     input_token_len: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has ended, for `AsyncEngine.observers`. Times are in seconds of `time.monotonic`."""
 
     prompt_tokens: int
-    """Tokens of prompt and history."""
+    """Number of tokens of history and prompt."""
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
     generated_tokens: int
-    """Generated tokens of all answers."""
+    """Number of generated tokens, over all answers."""
     longest_answer: int
-    """Tokens of the longest answer."""
+    """Number of tokens of the longest answer."""
     finish_reasons: tuple[FinishReason, ...]
-    """One for each answer."""
+    """One per answer."""
     arrived: float
     """Time of the first await, before the prompt was encoded."""
     queued: float
     """Time at which the request entered the queue."""
     admitted: float | None
-    """Time at which its first sequence got a row; None if it ended in the queue."""
+    """Time at which its first sequence got a row; None if the request ended in the queue."""
     prefilled: float | None
-    """Time at which the step with the end of its prompt was read; None if the request ended before that."""
+    """Time at which the step that computed the end of its prompt was read; None if the request ended before that."""
     ended: float

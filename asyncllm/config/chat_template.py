@@ -37,25 +37,27 @@ class ChatTemplateConfig(Settings, frozen=True):
     system: Annotated[str | None, Meta(description="Before the system text.")] = None
     meta_instruction: Annotated[str | None, Meta(description="System text when the conversation has none.")] = None
     eosys: Annotated[str | None, Meta(description="After the system text.")] = None
-    user: Annotated[str | None, Meta(description="Before what the user says.")] = None
-    eoh: Annotated[str | None, Meta(description="After what the user says.")] = None
-    assistant: Annotated[str | None, Meta(description="Before what the assistant says.")] = None
-    eoa: Annotated[str | None, Meta(description="After what the assistant says.")] = None
+    user: Annotated[str | None, Meta(description="Before a user message.")] = None
+    eoh: Annotated[str | None, Meta(description="After a user message.")] = None
+    assistant: Annotated[str | None, Meta(description="Before an assistant message.")] = None
+    eoa: Annotated[str | None, Meta(description="After an assistant message.")] = None
     separator: Annotated[str | None, Meta(description="Between two turns.")] = None
     capability: Annotated[
         Capability | None, Meta(description="What the model can do: completion, chat, infilling or python.")
     ] = None
     stop_words: Annotated[list[str] | None, Meta(description="Texts that end an answer.")] = None
-    chat_template: Annotated[str | None, Meta(description="A Jinja template in place of the checkpoint's.")] = None
+    chat_template: Annotated[str | None, Meta(description="A Jinja template to use instead of the checkpoint's.")] = (
+        None
+    )
 
     @property
     def names_template(self) -> bool:
-        """Whether the fields say what writes conversations, in place of the checkpoint's template."""
+        """Whether the fields select a template instead of the checkpoint's."""
         return bool(self.parts) or not (self.model_name is self.model_path is self.chat_template is None)
 
     @property
     def parts(self) -> dict[str, str]:
-        """The fields that only a composed template has, as far as they are set."""
+        """The set fields that only a composed template has."""
         return {name: value for name in PARTS if (value := getattr(self, name)) is not None}
 
     def to_json(self, file_path: str | None = None) -> str:

@@ -19,8 +19,8 @@ __all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngi
 _MAX_ADAPTER_NAME = 256
 
 SERVED_QUEUE: Mapping[str, int] = MappingProxyType({"max_queued_requests": 2048, "max_queued_tokens": 2**22})
-"""Bounds of the queue of `asyncllm serve`, whose clients may be strangers: room for 2,000 clients, and about 150 MB of
-prompts."""
+"""Default queue bounds of `asyncllm serve`, whose clients may be untrusted: enough for 2,000 clients and about 150 MB
+of prompts."""
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = ENGINES
 
-    model_name: Annotated[str, Meta(description="Name under which the model answers; empty: the folder's name.")] = ""
+    model_name: Annotated[str, Meta(description="Name the model is served under; empty: the folder's name.")] = ""
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         Meta(description="Type of weights and activations; auto: float32 on CPU, the checkpoint's on a GPU."),
@@ -41,8 +41,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="Ranks among which the model's weights and KV cache are divided, a child process for each, on "
-            "a GPU of its own.",
+            description="Number of ranks that share the model's weights and KV cache; each is a child process with a "
+            "GPU of its own.",
         ),
     ] = 1
     ep: Annotated[
@@ -50,15 +50,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="Ranks among which the experts of a mixture are divided, whole ones to each: as many as tp. 1: "
-            "each rank has some features of every expert.",
+            description="Number of ranks that share the experts of a mixture, each with whole experts; must equal tp. "
+            "1: each rank holds some features of every expert.",
         ),
     ] = 1
     isolated: Annotated[
         bool,
         Meta(
-            description="Run the model in a child process: what the device does not survive ends that process alone, "
-            "and the server starts another engine in place."
+            description="Run the model in a child process: an error that the device does not survive ends only that "
+            "process, and the server starts another engine."
         ),
     ] = False
     cpu_threads: Annotated[
@@ -66,75 +66,74 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=4096,
-            description="Threads of torch's operators in the thread that runs the steps on a CPU; 0: what "
-            "OMP_NUM_THREADS or torch.set_num_threads say, else by the model's size, the cores, their quota and the "
-            "machine's load.",
+            description="Number of threads of torch's operators for steps on a CPU; 0: as set by OMP_NUM_THREADS or "
+            "torch.set_num_threads, else chosen by the model's size, the cores, their quota and the machine's load.",
         ),
     ] = 0
     session_len: Annotated[
         int | None,
         Meta(
-            description="Most tokens of prompt, history and answer together; None: the model's own limit. It also "
-            "chooses between longrope's two sets of frequencies, for all requests: the short one up to the context "
-            "before extension (4096, say, of Phi-3), the long one above."
+            description="Maximum number of tokens of history, prompt and answer together; None: the model's own "
+            "limit. It also selects one of longrope's two sets of frequencies for all requests: the short one up to "
+            "the original context (4096 for Phi-3, for example), the long one above."
         ),
     ] = None
-    max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most sequences that run at once.")] = 128
+    max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of running sequences.")] = 128
     max_prefill_token_num: Annotated[
         int,
         Meta(
             ge=1,
             le=MAX_COUNT,
-            description="Most prompt tokens computed in one step, on a GPU fewer beside streamed answers; longer "
-            "prompts go in chunks.",
+            description="Maximum number of prompt tokens computed in one step; fewer on a GPU while answers are "
+            "streamed. Longer prompts are computed in chunks.",
         ),
     ] = 4096
     num_tokens_per_iter: Annotated[
-        int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name of max_prefill_token_num; 0: take that one.")
+        int, Meta(ge=0, le=MAX_COUNT, description="TurboMind's name for max_prefill_token_num; 0: use that one.")
     ] = 0
     prefill_interval: Annotated[
         int,
         Meta(
             ge=1,
             le=MAX_COUNT,
-            description="Most decode steps between two steps that take in prompt tokens while prompts wait.",
+            description="Maximum number of decode steps between two steps with prompt tokens while prompts wait.",
         ),
     ] = 1
     vision_max_batch_size: Annotated[
-        int, Meta(ge=1, le=4096, description="Most images that a vision-language model's tower encodes at once.")
+        int, Meta(ge=1, le=4096, description="Maximum number of images that a vision tower encodes at once.")
     ] = 8
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block; a multiple of 16 on a GPU.")] = 64
     cache_block_seq_len: Annotated[
-        int | None, Meta(description="TurboMind's name of block_size; None: take that one.")
+        int | None, Meta(description="TurboMind's name for block_size; None: use that one.")
     ] = None
     cache_max_entry_count: Annotated[
-        float, Meta(gt=0, description="Up to 1: fraction of the free memory for KV blocks. Above: number of blocks.")
+        float, Meta(gt=0, description="Up to 1: fraction of free memory for KV blocks. Above 1: number of KV blocks.")
     ] = 0.8
     num_gpu_blocks: Annotated[
-        int, Meta(ge=0, le=MAX_COUNT, description="KV blocks on the device; 0: by cache_max_entry_count.")
+        int, Meta(ge=0, le=MAX_COUNT, description="Number of KV blocks on the device; 0: set by cache_max_entry_count.")
     ] = 0
     num_cpu_blocks: Annotated[
         int,
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="KV blocks in host memory, for preempted sequences (eviction_type) and for what the prefix "
-            "cache has no room for on the device; 0: none, or with eviction_type copy as many as a quarter of the free "
-            "memory holds, at most 8 GiB and at most as many as on the device.",
+            description="Number of KV blocks in host memory, for preempted sequences (eviction_type) and for blocks "
+            "evicted from the device's prefix cache; 0: none, or with eviction_type copy as many as fit in a quarter "
+            "of free memory, at most 8 GiB and at most as many as on the device.",
         ),
     ] = 0
     eviction_type: Annotated[
         Literal["recompute", "copy"],
-        Meta(description="How the KV of a preempted sequence comes back; copy: from host memory, if it found room."),
+        Meta(description="How a preempted sequence gets its KV back; copy: from host memory, if it fitted there."),
     ] = "recompute"
     max_queued_requests: Annotated[
         int,
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="Most requests that wait for a row; more are refused with QueueFull. 0: no bound, as a program "
-            "that queues 10,000 prompts of its own wants it. With qos_config_path, each "
-            "user has the part of its quota in any case.",
+            description="Maximum number of requests that wait for a row; more are refused with QueueFull. 0: no "
+            "limit, for programs that queue 10,000 prompts of their own. With qos_config_path, each user always has "
+            "a share of the queue by quota.",
         ),
     ] = 0
     max_queued_tokens: Annotated[
@@ -142,58 +141,58 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="Most tokens of the requests that wait for a row; one that finds no other there is never "
-            "refused. 0: no bound.",
+            description="Maximum number of tokens of the requests that wait for a row; a request that finds the queue "
+            "empty is never refused. 0: no limit.",
         ),
     ] = 0
     stall_timeout: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="Seconds without a completed step, while there is work, after which the engine ends as "
-            "EngineDead; a command, such as sleep, may take ten times as long. 0: never, as a long prompt may take "
+            description="Seconds without a completed step, while there is work, after which the engine dies "
+            "(EngineDead); a command, such as sleep, may take ten times as long. 0: never. A long prompt may take "
             "minutes on a slow CPU; on a GPU, 60 is plenty. None: 120 with GPUs in other processes (tp, isolated), "
-            "else never."
+            "otherwise never."
         ),
     ] = None
     qos_config_path: Annotated[
         str | None,
-        Meta(description="JSON file of user groups and quotas, LMDeploy's format; None: all users are served alike."),
+        Meta(description="JSON file of user groups and quotas, in LMDeploy's format; None: all users are equal."),
     ] = None
-    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt beginnings.")] = True
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of shared prompt prefixes.")] = True
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="Give a request the same tokens alone and in any batch, to the last bit; slower. On a CPU "
-            "products are taken row by row."
+            description="Make a request's tokens independent of the batch, bit for bit; slower. On a CPU, products "
+            "are computed row by row."
         ),
     ] = False
     tool_call_parser: Annotated[
         str | None,
         Meta(
-            description="Format of the model's calls of tools, under a name of vLLM's, SGLang's or LMDeploy's; none: "
-            "calls are text. None: by the chat template."
+            description="Format of the model's tool calls, by its name in vLLM, SGLang or LMDeploy; none: calls stay "
+            "in the text. None: detected from the chat template."
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         Meta(
-            description="Format of the model's reasoning, under a name of theirs; none: it stays in the text. None: by "
-            "the chat template."
+            description="Format of the model's reasoning, by its name in those projects; none: it stays in the text. "
+            "None: detected from the chat template."
         ),
     ] = None
     quant_policy: Annotated[
         Literal[0, 4, 8, 16, "fp8"],
         Meta(
-            description="Type of keys and values in the cache. 0: the model's; 8: int8; 4: 5 bits of keys and 3 of "
-            "values; fp8, or LMDeploy's 16: e4m3. Each is rounded per token and head."
+            description="Type of keys and values in the cache. 0: the model's; 8: int8; 4: 5 bits for keys and 3 for "
+            "values; fp8, or LMDeploy's 16: e4m3. Scales are per token and head."
         ),
     ] = 0
     model_format: Annotated[
         Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors", "modelopt", "auto-round", "mxfp4"]
         | None,
         Meta(
-            description="How the checkpoint's weights are quantized; None: as its config.json says, hf: not at all. "
-            "fp8 rounds those of a plain checkpoint as they are read."
+            description="Quantization format of the checkpoint; None: as its config.json says; hf: not quantized. "
+            "fp8 quantizes an unquantized checkpoint while loading it."
         ),
     ] = None
     rope_scaling_factor: Annotated[
@@ -201,13 +200,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = 0.0
     use_logn_attn: Annotated[
         bool,
-        Meta(description="Queries behind the model's trained length are scaled by the logarithm of their place to it."),
+        Meta(description="Scale queries beyond the model's trained length by the logarithm of position to that base."),
     ] = False
     adapters: Annotated[
         dict[str, str] | None,
         Meta(
-            description="LoRA adapters that are loaded at start: name to a folder of PEFT's, or a hub id. On a command "
-            "line one of them alone may come without a name: default."
+            description="LoRA adapters to load at start: name to PEFT folder or hub id. On the command line, a single "
+            "adapter may be given without a name; it is called default."
         ),
     ] = None
     max_loras: Annotated[
@@ -215,8 +214,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=4096,
-            description="Adapters that are on the device at a time; the others wait in host memory. 0: as many as "
-            "adapters.",
+            description="Maximum number of adapters on the device at once; the others stay in host memory. 0: the "
+            "number of adapters.",
         ),
     ] = 0
     max_lora_rank: Annotated[
@@ -224,8 +223,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1024,
-            description="Highest rank of an adapter, which slots on the device are made for. 0: the highest of "
-            "adapters, or 16.",
+            description="Maximum rank of an adapter, which determines the size of slots on the device. 0: the highest "
+            "rank in adapters, or 16.",
         ),
     ] = 0
     lora_host_mb: Annotated[
@@ -233,19 +232,19 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="MiB of host memory for adapters. Those that find no room there are read from their folders "
-            "again when they are asked for. 0: a quarter of what is free at start.",
+            description="Host memory for adapters, in MiB. Adapters that do not fit are read from their folders "
+            "again when they are requested. 0: a quarter of the memory free at start.",
         ),
     ] = 0
     plugin: Annotated[
         list[str] | None,
-        Meta(description="Python files of your own that register families of models. They are run."),
+        Meta(description="Your own Python files that register model families. They are executed."),
     ] = None
     hf_overrides: Annotated[
-        dict[str, Any] | None, Meta(description="Entries that replace those of the checkpoint's config.json.")
+        dict[str, Any] | None, Meta(description="Entries that override the checkpoint's config.json.")
     ] = None
     download_dir: Annotated[
-        str | None, Meta(description="Where models from the hub are kept; None: the hub library's cache.")
+        str | None, Meta(description="Folder for models downloaded from the hub; None: the hub library's cache.")
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
 
@@ -259,27 +258,27 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def kv_format(self) -> str | None:
-        """Format of keys and values in the cache: a name of `kernels.quantized_kv`; None: the model's type."""
+        """Format of keys and values in the cache: a name in `kernels.quantized_kv`; None: the model's dtype."""
         return {0: None, 4: "k5v3", 8: "int8", 16: "fp8", "fp8": "fp8"}[self.quant_policy]
 
     @property
     def tokens_per_block(self) -> int:
-        """block_size, under whichever of its two names it was given."""
+        """block_size, under either of its two names."""
         return self.cache_block_seq_len or self.block_size
 
     @property
     def prefill_budget(self) -> int:
-        """max_prefill_token_num, under whichever of its two names it was given."""
+        """max_prefill_token_num, under either of its two names."""
         return self.num_tokens_per_iter or self.max_prefill_token_num
 
     @property
     def num_adapter_slots(self) -> int:
-        """Most adapters on the device at a time."""
+        """Maximum number of adapters on the device at once."""
         return self.max_loras or len(self.adapters or {})
 
     @property
     def uses_host_blocks(self) -> bool:
-        """Whether KV blocks may lie in host memory."""
+        """Whether KV blocks may be in host memory."""
         return self.num_cpu_blocks > 0 or self.eviction_type == "copy"
 
     def _check(self) -> None:
@@ -306,7 +305,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             )
         if self.ep not in (1, self.tp):
             raise InvalidParameter(
-                f"ep is {self.ep} and tp {self.tp}: the ranks that divide the experts are those that divide the rest. "
+                f"ep is {self.ep} and tp is {self.tp}, but the same ranks divide the experts and everything else. "
                 f"Use tp={self.ep}, or leave ep out.",
                 "ep",
             )

@@ -1,4 +1,4 @@
-"""How an answer is generated. The types of the parameters have names, which the bodies of HTTP requests share."""
+"""How an answer is generated. The parameters' types have names, because the bodies of HTTP requests share them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ Temperature = Annotated[float, Meta(ge=0, le=2, description="Divides the logits;
 RepetitionPenalty = Annotated[
     float,
     # A logit divided by the lowest one stays far below the largest float32.
-    Meta(ge=0.01, le=10, description="Above 1 makes tokens of prompt and answer less likely, below 1 more."),
+    Meta(ge=0.01, le=10, description="Above 1: tokens of prompt and answer become less likely; below 1: more likely."),
 ]
-PresencePenalty = Annotated[
-    float, Meta(ge=-2, le=2, description="Subtracted from the logits of tokens that the answer holds.")
-]
+PresencePenalty = Annotated[float, Meta(ge=-2, le=2, description="Subtracted from the logits of tokens in the answer.")]
 FrequencyPenalty = Annotated[float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the answer.")]
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
@@ -50,17 +48,17 @@ LogitBias = Annotated[
 class GenerationConfig(Settings, frozen=True, kw_only=True):
     """How an answer is generated. The default is greedy, as top_k is 1.
 
-    LMDeploy's `do_sample` may be given too: False stands for top_k=1, and True for its top_k=50 if that is left out.
+    LMDeploy's `do_sample` is accepted too: False means top_k=1, and True means its top_k=50 if top_k is left out.
     """
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = ANSWERS
 
     n: Choices = 1
     max_new_tokens: Annotated[
-        int | None, Meta(description="Most tokens to generate; None: as many as the session length allows.")
+        int | None, Meta(description="Maximum number of tokens to generate; None: up to the session length.")
     ] = 512
     min_new_tokens: Annotated[
-        int | None, Meta(description="Stop tokens cannot be sampled before this many tokens are there.")
+        int | None, Meta(description="Number of tokens before which no stop token can be sampled.")
     ] = None
     top_p: TopP = 1.0
     top_k: TopK = 1
@@ -70,9 +68,10 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
     presence_penalty: PresencePenalty = 0.0
     frequency_penalty: FrequencyPenalty = 0.0
     logit_bias: LogitBias | None = None
-    ignore_eos: Annotated[bool, Meta(description="Go on after the end-of-sequence token.")] = False
+    ignore_eos: Annotated[bool, Meta(description="Continue after the end-of-sequence token.")] = False
     random_seed: Annotated[
-        int | None, Meta(description="Same seed and prompt, same answer. None: drawn anew for each request.")
+        int | None,
+        Meta(description="The same seed and prompt give the same answer. None: a new seed for each request."),
     ] = None
     stop_words: Annotated[
         list[str] | None, Meta(description="Texts that end the answer and are cut from it; of any length.")
@@ -80,11 +79,14 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int] | None, Meta(description="Token ids that end the answer.")] = None
     bad_words: Annotated[
         list[str] | None,
-        Meta(description="Words that are not generated, nor behind a blank; of any length. Longer words may hold one."),
+        Meta(
+            description="Words that are not generated, also after a space; of any length. Longer words may contain one."
+        ),
     ] = None
     bad_token_ids: Annotated[list[int] | None, Meta(description="Token ids that are not generated.")] = None
     allowed_token_ids: Annotated[
-        list[int] | None, Meta(description="The only token ids that are generated; the end of sequence has to be one.")
+        list[int] | None,
+        Meta(description="The only token ids that may be generated; must include the end of sequence."),
     ] = None
     include_stop_str_in_output: Annotated[
         bool, Meta(description="Keep the stop word that ended the answer in its text.")
@@ -92,14 +94,14 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
     logprobs: Annotated[
         int | None,
-        Meta(description=f"Log-probabilities of the chosen and of the N most likely tokens, 0 to {MAX_LOGPROBS}."),
+        Meta(description=f"Log-probabilities of the chosen and the N most likely tokens, 0 to {MAX_LOGPROBS}."),
     ] = None
     prompt_logprobs: Annotated[
-        int | None, Meta(description=f"The same for the tokens of the prompt, 0 to {MAX_LOGPROBS}.")
+        int | None, Meta(description=f"The same for the prompt's tokens, 0 to {MAX_LOGPROBS}.")
     ] = None
     response_format: Annotated[
         dict[str, Any] | None,
-        Meta(description="What the answer is held to: a JSON schema, a regular expression, a choice or a grammar."),
+        Meta(description="Constraint on the answer: a JSON schema, a regular expression, a choice or a grammar."),
     ] = None
 
     @classmethod

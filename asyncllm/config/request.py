@@ -33,8 +33,8 @@ Tools = Annotated[
 
 
 class RequestOptions(Settings, frozen=True, kw_only=True):
-    """The keywords of every call that makes a request: user, priority, timeout and the like, and for calls with a chat
-    template how messages are rendered."""
+    """The keywords of every call that makes a request: user, priority, timeout and so on, and for calls with a chat
+    template, how messages are rendered."""
 
     priority: Annotated[
         int, Meta(ge=-MAX_COUNT, le=MAX_COUNT, description="Lower values are served earlier; arrival breaks ties.")
@@ -44,21 +44,21 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         Meta(description="Seconds from the first await to the last token; then DeadlineExceeded. None: no limit."),
     ] = None
     user_id: Annotated[
-        str | None, Meta(description="The user that the request counts for, in the QoS file; None: the user 'default'.")
+        str | None, Meta(description="The user in the QoS file whose quota the request uses; None: the user 'default'.")
     ] = None
     cache_salt: Annotated[
         str | None,
-        Meta(description="Requests share cached prefixes, and can tell by their speed, only if their salt is equal."),
+        Meta(description="Only requests with equal salt share cached prefixes, which timing can reveal."),
     ] = None
     add_generation_prompt: Annotated[
         bool | None,
-        Meta(description="Begin the assistant's turn behind the messages. None: yes, unless the last one goes on."),
+        Meta(description="Begin the assistant's turn after the messages. None: yes, unless the last is continued."),
     ] = None
     continue_final_message: Annotated[
         bool | None,
         Meta(
-            description="The answer goes on where the last message, the assistant's, ends. None: if the assistant has "
-            "the last word and add_generation_prompt is None too."
+            description="Continue the last message, which is the assistant's. None: if the last message is the "
+            "assistant's and add_generation_prompt is also None."
         ),
     ] = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -66,12 +66,12 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         Meta(
-            description="auto: the model chooses. none: it knows the tools and calls none. required: it calls some. A "
-            "function's name or allowed_tools: it calls one of these. None: auto."
+            description="auto: the model chooses. none: it sees the tools but calls none. required: it calls at least "
+            "one. A function's name or allowed_tools: it calls one of these. None: auto."
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, Meta(description="False: the answer ends behind its first call. None: there may be several.")
+        bool | None, Meta(description="False: the answer ends after its first call. None: there may be several.")
     ] = None
     thinking_budget: (
         Annotated[
@@ -79,7 +79,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
             Meta(
                 ge=0,
                 le=MAX_COUNT,
-                description="Most tokens that the model thinks before its answer. None: any number.",
+                description="Maximum number of reasoning tokens before the answer. None: no limit.",
             ),
         ]
         | None
@@ -87,12 +87,12 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
     mm_processor_kwargs: Annotated[
         dict[str, int | float | str] | None,
         Meta(
-            description="How images and videos are prepared, unless their own part of a message says otherwise: "
-            "min_pixels, max_pixels, max_dynamic_patch, detail, fps, those that the model's family has."
+            description="How images and videos are prepared, unless their own message part says otherwise: "
+            "min_pixels, max_pixels, max_dynamic_patch, detail, fps, as far as the model's family supports them."
         ),
     ] = None
     separate_reasoning: Annotated[
-        bool, Meta(description="Split what the model thinks off its answer, where the format of that is known.")
+        bool, Meta(description="Separate the model's reasoning from its answer, if its format is known.")
     ] = True
 
     @property

@@ -14,7 +14,9 @@ __all__ = ["VisionConfig"]
 class VisionConfig(Settings, frozen=True):
     """How a pipeline encodes images. `EngineConfig.vision_max_batch_size` is the same setting for any engine."""
 
-    max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Most images that the tower encodes at once.")] = 1
+    max_batch_size: Annotated[
+        int, Meta(ge=1, le=4096, description="Maximum number of images that the tower encodes at once.")
+    ] = 1
     thread_safe: Annotated[
-        bool, Meta(description="Calls from several threads are safe; they always are, and False changes nothing.")
+        bool, Meta(description="Make calls from several threads safe. They always are, so False changes nothing.")
     ] = False

@@ -1,5 +1,5 @@
-"""AltUp (Baykal et al., 2023): a residual stream that is several, of which each layer computes one and updates the
-others by what it learned. A stream of S is [T, S * hidden], the computed one first."""
+"""AltUp (Baykal et al., 2023): a residual stream made of several. Each layer computes one of them, and updates the
+others with what it learned. A stream of S is [T, S * hidden], the computed one first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AltUp", "AltUpBlock", "LowRankResidual"]
 
 
 class AltUp(Owner):
-    """What all streams of a layer are in front of it, as it predicts them, and how they are corrected behind it."""
+    """Predicts all streams before a layer, and corrects them after it."""
 
     def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class AltUp(Owner):
         self.hidden_size = hidden_size
 
     def predict(self, streams: Tensor, step: StepInputs) -> Tensor:
-        """streams [T, S, hidden] -> the same, each with a mixture of all."""
+        """streams [T, S, hidden] -> predictions of the same shape, each a mixture of all streams."""
         count = streams.shape[1]
         mixture = self.prediction(self._routed(streams[:, 0], step), step).view(-1, count, count)
         return streams + torch.bmm(mixture, streams)
 
     def correct(self, predictions: Tensor, computed: Tensor, step: StepInputs) -> Tensor:
-        """predictions [T, S, hidden] and the stream that was computed [T, hidden] -> what is to be added to each."""
+        """predictions [T, S, hidden] and the computed stream [T, hidden] -> the corrections to add to each stream."""
         weights = self.correction(self._routed(computed, step), step) + 1.0
         added: Tensor = (computed - predictions[:, 0])[:, None] * weights[..., None]
         return added
@@ -50,7 +50,7 @@ class AltUp(Owner):
 
 
 class LowRankResidual(Layer):
-    """LAuReL (Menghani et al., 2024): x [T, hidden] -> x + norm(a product of x of low rank)."""
+    """LAuReL (Menghani et al., 2024): x [T, hidden] -> x + norm(low-rank product of x)."""
 
     def __init__(self, hidden_size: int, rank: int, *, norm: Norm) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class LowRankResidual(Layer):
 
 
 class AltUpBlock(SandwichBlock):
-    """Gemma 3n's: attention beside a product of low rank, MLP, the layer's own input for the streams that were not
-    computed."""
+    """Gemma 3n's block: attention with a parallel low-rank product, an MLP, and the layer's own input for the streams
+    that were not computed."""
 
     def __init__(
         self, *, altup: AltUp, laurel: LowRankResidual, layer_input: GatedLayerInput, **parts: Unpack[SandwichParts]

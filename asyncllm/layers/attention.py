@@ -24,12 +24,13 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["Attention", "AttentionConfig", "QKNormKind", "Sinks"]
 
 QKNormKind = Literal["head", "heads", "listed", "unit", "whole", "turned"]
-"""Norms of queries and keys: of each head, by one weight for all; of each by its own (layer norms), stored in one
-tensor or listed in one for each; of each without a weight; of all heads together; or of each behind the rotation."""
+"""Norms of queries and keys. head: each head, with a shared weight. heads: each head with its own weight (layer norms),
+stored in one tensor. listed: the same, one tensor per head. unit: each head, without a weight. whole: all heads
+together. turned: each head, after the rotation."""
 
 
 class Sinks(Layer):
-    """One logit per query head that takes part in its softmax, and has no value. Always float32."""
+    """One logit per query head that joins the softmax without a value. Always float32."""
 
     parameter_dtype = torch.float32
     shard: Shard = "column"
@@ -52,7 +53,7 @@ class Sinks(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What attention layers differ in. A family states only what deviates."""
+    """The differences between attention layers. A family sets only what deviates from the defaults."""
 
     num_heads: int
     num_kv_heads: int
@@ -60,31 +61,31 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     paired: int = 0
-    """As in `QKVLinear`."""
+    """See `QKVLinear`."""
     rope: int | None = 0
-    """Place of the layer's rotation among the step's; None: positions take no part."""
+    """Index of the layer's rotation among the step's; None: no rotation."""
     window: int | None = None
     """Number of latest positions that a query sees, itself included; None: all."""
     scale: float | None = None
     """Factor of the scores; None: head_dim^-0.5."""
     softcap: float | None = None
-    """Bound of the scores' size."""
+    """Bound on the absolute value of scores."""
     sinks: bool = False
     """Whether the layer has `Sinks`."""
     qkv_clip: float | None = None
-    """Bound of q, k and v on both sides."""
+    """Bound on the absolute values of q, k and v."""
     scale_queries: bool = False
     """Whether queries are multiplied by the step's `query_scale`."""
     qk_norm: QKNormKind | None = None
     norm_class: Callable[[int, float], nn.Module] = RMSNorm
-    """Of q and k, for the kinds "head", "whole" and "turned"."""
+    """Norm of q and k for the kinds "head", "whole" and "turned"."""
     norm_eps: float = 1e-6
     alibi: Sequence[float] = ()
-    """Slopes of the heads."""
+    """ALiBi slopes of the heads."""
 
 
 class Attention(Layer):
-    """x [T, hidden] -> [T, hidden]; the tokens' keys and values go to the cache of layer `layer` first."""
+    """x [T, hidden] -> [T, hidden]. First writes the tokens' keys and values to the cache of layer `layer`."""
 
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -107,10 +108,10 @@ class Attention(Layer):
         self.slopes = tuple(config.alibi)
         self.alibi: Tensor | None = None
         self.kind: Hashable = config.window
-        """What layers that share a step's plans have in common."""
+        """Layers of equal kind share a step's plans."""
 
     def place(self, device: torch.device) -> None:
-        """Put what no checkpoint stores on `device`."""
+        """Move tensors that no checkpoint stores to `device`."""
         if self.slopes:
             self.alibi = torch.tensor(self.slopes, dtype=torch.float32, device=device)
 
@@ -122,14 +123,14 @@ class Attention(Layer):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layer keeps of its tokens."""
+        """The cache of the layer's keys and values."""
         return PagedKVSpec(self.num_kv_heads, self.head_dim, self.window)
 
     def rounding(self, step: StepInputs) -> Rounding | None:
         return self.qkv.rounding(step) if self.qkv.method.rounds else None
 
     def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are written."""
+        """`sampled`: attend for these rows only -> [R, hidden]; keys and values of all tokens are still written."""
         if step.layer_groups:
             step = step.of_layer(self.layer)
         cache = step.caches[self.layer]
@@ -182,7 +183,7 @@ class Attention(Layer):
         )
 
     def _normed(self, qkv: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return qkv with its queries and keys turned, if that comes first, and normalised."""
+        """Return qkv with queries and keys normalised, after the rotation if that comes first."""
         if self.q_norm is None or self.k_norm is None:
             return qkv
         q, k, v = self._parts(qkv)
@@ -194,7 +195,7 @@ class Attention(Layer):
         return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
 
     def _fill(self, qkv: Tensor, cache: KVCache, plan: Tensor) -> Tensor:
-        """Write keys and values as they are, and return the queries [T, H, D]."""
+        """Write keys and values without rotation, and return the queries [T, H, D]."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
         kernels.fill_kv_cache(heads[:, self.num_heads :], cache, plan)
         return heads[:, : self.num_heads]
@@ -233,15 +234,15 @@ class Attention(Layer):
         return attended
 
     def _cache_write(self, step: StepInputs, cache: KVCache) -> Tensor:
-        """Return where the step's tokens go, found by the first layer with as many KV heads."""
+        """Return the cache locations of the step's tokens, computed by the first layer with this number of KV heads."""
         plan = step.cache_writes.get(self.num_kv_heads)
         if plan is None:
             plan = step.cache_writes[self.num_kv_heads] = kernels.plan_cache_write(step.places, cache)
         return plan
 
     def _plans(self, step: StepInputs, cache: KVCache) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        """Return the step's plans for this kind, made by the first layer that needs them; None where there are no
-        rows."""
+        """Return the step's plans for this kind of layer, made by the first layer that needs them; None if there are no
+        such rows."""
         plans = step.attention_plans.get(self.kind)
         if plans is None:
             # The order of sums in decode attention depends on the batch.
@@ -253,7 +254,7 @@ class Attention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: KVCache, count: int) -> DecodePlan:
-        """Return the plan of the first `count` rows."""
+        """Return the plan for the first `count` rows."""
         return kernels.plan_decode_attention(
             step.block_tables[:count],
             step.kv_lens[:count],
@@ -263,7 +264,7 @@ class Attention(Layer):
         )
 
     def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
-        """Return the plan of the rows from `first` on."""
+        """Return the plan for the rows from `first` on."""
         return kernels.plan_prefill_attention(
             step.block_tables[first:],
             step.q_offsets[first:],
@@ -277,7 +278,7 @@ class Attention(Layer):
 
 
 def _norms(config: AttentionConfig) -> tuple[nn.Module | None, nn.Module | None]:
-    """Make the norms of queries and keys; None: there are none."""
+    """Return the norms of queries and of keys, or None for each."""
     kind, dim, eps = config.qk_norm, config.head_dim, config.norm_eps
     heads = config.num_heads, config.num_kv_heads
     if kind is None:

@@ -1,7 +1,7 @@
 """Positions in several dimensions: text advances along all axes alike, an image's tokens along rows and columns.
 
-They differ from a token's number by what images before it have moved, and within an image by its place there. Where an
-image's tokens share a position, all axes are alike.
+They differ from a token's index by the shift of the images before it and, within an image, by the token's place there.
+If an image's tokens share a position, all axes are alike.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["AXIS_COLUMNS", "axis_positions"]
 _SHIFT = Column(
     name="position_shift", dtype=torch.int64, per="token", padding=0, of_slot=lambda start: start.position_shift
 )
-"""What all images of a token's sequence have moved: that is it for generated tokens."""
+"""The total shift of all images of a token's sequence, which applies to generated tokens."""
 
 
 def _moved(axis: int, batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
-    """Return how far prompt tokens are from where `_SHIFT` puts them, along an axis: 0 is time, 1 rows, 2 columns."""
+    """Return the offsets of prompt tokens from the positions that `_SHIFT` gives, along an axis: 0 time, 1 rows, 2
+    columns."""
     moved = np.zeros(len(positions), np.int64)
     start = len(batch.decode)
     for row in batch.prefill:
@@ -59,7 +60,7 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
 
 
 def _along(axis: int, place: NDArray[Any], image: PromptImage) -> NDArray[Any]:
-    """Return how far along an axis the tokens of an image or a video are, from their numbers in it."""
+    """Return the offsets along an axis of the tokens of an image or video, from their indices in it."""
     if image.grid is None:
         along: NDArray[Any] = np.minimum(place, 1) + (place == image.length - 1)
         return along

@@ -1,7 +1,7 @@
 """Transformer blocks: how attention and MLP join the residual stream.
 
-A block takes the residual stream and the last branch's output that is still to be added to it, so that the addition and
-the next norm are one op.
+A block takes the residual stream together with the last branch's output, which still has to be added to it, so that the
+addition and the next norm are one op.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AnyAttention = Attention | LatentAttention | StateLayer
 
 
 class BlockParts(TypedDict):
-    """What a `Block` is made of."""
+    """The parts of a `Block`."""
 
     attn_norm: Norm
     attn: AnyAttention | JointMixers
@@ -48,15 +48,15 @@ class BlockParts(TypedDict):
 
 
 class SandwichParts(BlockParts):
-    """What a `SandwichBlock` is made of."""
+    """The parts of a `SandwichBlock`."""
 
     attn_post_norm: Norm
     mlp_post_norm: Norm
 
 
 class Block(Layer):
-    """Pre-norm: x += attn(norm(x)); x += mlp(norm(x)). `mlp` maps [T, hidden] to [T, hidden]; `scale` multiplies what
-    each branch adds."""
+    """Pre-norm: x += attn(norm(x)); x += mlp(norm(x)). `mlp` maps [T, hidden] to [T, hidden]; `scale` multiplies each
+    branch's output."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Block(Layer):
     def forward(
         self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """residual and branch [T, hidden]; branch is None in the first block. -> (branch, residual) for the next, of
-        the `sampled` rows alone if they are given."""
+        """residual and branch [T, hidden], branch None in the first block -> (branch, residual) for the next block;
+        only the `sampled` rows if given."""
         if branch is None:
             normed = self.attn_norm(residual)
         else:
@@ -93,12 +93,12 @@ class Block(Layer):
         return fed if self.scale is None else fed.mul_(self.scale), residual
 
     def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
-        """Return what attention gives of the normed stream."""
+        """Return attention's output for the normed stream."""
         attended: Tensor = self.attn(normed, step, sampled)
         return attended
 
     def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
-        """Return what the MLP gives of the normed stream. `residual` is the stream itself."""
+        """Return the MLP's output for the normed stream. `residual` is the stream itself."""
         fed: Tensor = self.mlp(normed, step)
         return fed
 
@@ -106,13 +106,14 @@ class Block(Layer):
 def _normed(
     norm: Norm, branch: Tensor, residual: Tensor, layer: nn.Module, step: StepInputs
 ) -> tuple[Tensor | RoundedRows, Tensor]:
-    """Return the norm of residual + branch, rounded if `layer`, which takes it, has it so, and residual + branch."""
+    """Return the norm of residual + branch, rounded if `layer`, which reads it, takes rounded rows, and residual +
+    branch."""
     rounding = layer.rounding(step) if isinstance(layer, Layer) else None
     return norm.add(branch, residual) if rounding is None else norm.add_rounded(branch, residual, rounding)
 
 
 class PostNormBlock(Layer):
-    """Norms behind each branch alone (OLMo 2): x += norm(attn(x)); x += norm(mlp(x))."""
+    """Norms only after each branch (OLMo 2): x += norm(attn(x)); x += norm(mlp(x))."""
 
     def __init__(self, *, attn: AnyAttention, attn_post_norm: Norm, mlp: nn.Module, mlp_post_norm: Norm) -> None:
         super().__init__()
@@ -152,9 +153,9 @@ class SandwichBlock(Block):
 
 
 class ParallelBlock(Layer):
-    """Both branches of the stream as it comes in (GPT-J): x += attn(norm(x)) + mlp(norm(x)).
+    """Both branches read the incoming stream (GPT-J): x += attn(norm(x)) + mlp(norm(x)).
 
-    `mlp_norm` None: attention's norm is the MLP's as well.
+    With `mlp_norm` None, the MLP shares attention's norm.
     """
 
     def __init__(self, *, attn_norm: Norm, attn: AnyAttention, mlp_norm: Norm | None, mlp: nn.Module) -> None:
@@ -183,9 +184,9 @@ class ParallelBlock(Layer):
 
 
 class StreamNormBlock(Block):
-    """Norms of the stream behind each addition (OPT-350M): x = norm(x + attn(x)); x = norm(x + mlp(x)).
+    """Norms of the stream after each addition (OPT-350M): x = norm(x + attn(x)); x = norm(x + mlp(x)).
 
-    The stream that it returns is a norm's, so that the branch is nothing.
+    It returns the normed stream and an empty branch.
     """
 
     def forward(
@@ -202,7 +203,7 @@ class StreamNormBlock(Block):
 
 
 class SingleBlock(Layer):
-    """One branch alone (Nemotron-H): x += attn(norm(x)), or x += mlp(norm(x))."""
+    """A single branch (Nemotron-H): x += attn(norm(x)), or x += mlp(norm(x))."""
 
     def __init__(self, *, norm: Norm, attn: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a layer keeps of the tokens that it has seen: the declaration from which pools, copies and swaps follow."""
+"""Cache specs: a layer's declaration of its cache, from which pools, copies and swaps are derived."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["BlockPart", "CacheSpec", "LatentKVSpec", "PagedKVSpec", "StateSpec"]
 
 
 class BlockPart(NamedTuple):
-    """Tensors of one shape that a layer has for every block: keys and values, say, or codes, or their scales."""
+    """Tensors of one shape that a layer has in every block, such as keys and values, codes, or scales."""
 
     planes: int
-    """How many of them."""
+    """Number of tensors."""
     shape: tuple[int, ...]
-    """Of one of them for one block."""
+    """Shape of one tensor in one block."""
     dtype: torch.dtype
 
 
 class CacheSpec(Protocol):
-    """What a layer keeps of each block of tokens. Equal specs share memory and kernels' plans."""
+    """The contents of a layer's cache per block of tokens. Equal specs share memory and kernel plans."""
 
     @property
     def window(self) -> int | None:
@@ -35,13 +35,12 @@ class CacheSpec(Protocol):
         """Return the tensors of a block of `block_size` tokens; `dtype` is the model's."""
 
     def cache(self, tensors: Sequence[Tensor], block_size: int) -> Any:
-        """Return what the layer reads and writes: over one tensor [planes, blocks, *shape] for each part,
-        contiguous."""
+        """Return the layer's cache over these tensors, one contiguous tensor [planes, blocks, *shape] per part."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKVSpec:
-    """Keys and values of every token, by KV head, in the model's type: a `PagedKV`."""
+    """Keys and values of every token, by KV head, in the model's dtype: a `PagedKV`."""
 
     num_kv_heads: int
     head_dim: int
@@ -57,14 +56,14 @@ class PagedKVSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentKVSpec:
-    """One line for all heads of every token, a latent and a rotated key, in the model's type: a `LatentKV`."""
+    """One line per token for all heads, a latent and a rotated key, in the model's dtype: a `LatentKV`."""
 
     rank: int
     rope_dim: int
 
     @property
     def window(self) -> None:
-        """A query sees its whole context."""
+        """None: a query sees its whole context."""
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
         return (BlockPart(1, (block_size, self.rank + self.rope_dim), dtype),)
@@ -76,15 +75,15 @@ class LatentKVSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state after a block's latest token, not a line of each: `States` of these shapes."""
+    """The state after a block's latest token, rather than an entry per token: `States` of these shapes."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype | None, ...]
-    """None: the model's type."""
+    """Dtype of each state; None: the model's."""
 
     @property
     def window(self) -> int:
-        """A token needs no block but that of the one before it."""
+        """1: a token needs only the block of the token before it."""
         return 2
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:

@@ -21,22 +21,22 @@ __all__ = ["ChunkedAttention", "ChunkedSpec"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSpec:
-    """A cache of `kept`, whose tokens are not needed once their chunk of `chunk` tokens is over."""
+    """The cache spec `kept`, whose tokens are no longer needed once their chunk of `chunk` tokens has ended."""
 
     kept: CacheSpec
     chunk: int
 
     @property
     def window(self) -> int:
-        """A chunk at most."""
+        """The length of a chunk."""
         return self.chunk
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:
-        """Return the parts of a block. Raises InvalidParameter for blocks that a chunk does not end with."""
+        """Return the parts of a block. Raises InvalidParameter unless chunks end at block ends."""
         if self.chunk % block_size:
             raise InvalidParameter(
-                f"block_size is {block_size}, and the model attends within chunks of {self.chunk} tokens, each of "
-                f"which has to begin with a block. Choose a block_size that divides {self.chunk}.",
+                f"block_size is {block_size}, but the model attends within chunks of {self.chunk} tokens, each of "
+                f"which must begin with a block. Choose a block_size that divides {self.chunk}.",
                 "block_size",
             )
         return self.kept.parts(block_size, dtype)
@@ -46,10 +46,10 @@ class ChunkedSpec:
 
 
 class ChunkedAttention(Attention):
-    """To the ops every chunk is a row of its own, whose block table begins where the chunk does."""
+    """To the ops, every chunk is a row of its own whose block table begins at the chunk."""
 
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig, *, chunk: int) -> None:
-        """`chunk`: its length in tokens."""
+        """`chunk`: length of a chunk in tokens."""
         super().__init__(layer, hidden_size, config)
         self.chunk = chunk
         self.kind = "chunk", chunk
@@ -65,8 +65,8 @@ class ChunkedAttention(Attention):
         return kernels.plan_decode_attention(tables, lengths - begins, cache, num_heads=self.num_heads)
 
     def _plan_prefill(self, step: StepInputs, cache: KVCache, first: int) -> PrefillPlan:
-        """Return the plan of as many chunks for each row as there can be. Those behind its last one are rows without
-        queries."""
+        """Return the plan with the maximum number of chunks for each row. Chunks beyond a row's last one are rows
+        without queries."""
         lengths, offsets = step.kv_lens[first:, None], step.q_offsets[first:]
         counts = offsets.diff()[:, None]
         starts = (lengths - counts).clamp_(min=0)
@@ -87,7 +87,7 @@ class ChunkedAttention(Attention):
         )
 
     def _tables(self, block_tables: Tensor, begins: Tensor, cache: KVCache) -> Tensor:
-        """block_tables [B, N], begins [B, C] -> the block tables of chunks that begin there [B * C, M]."""
+        """block_tables [B, N], begins [B, C] -> block tables of the chunks that begin there [B * C, M]."""
         block_size = cache.k.shape[2]
         blocks = torch.arange(min(self.chunk // block_size, block_tables.shape[1]), device=begins.device)
         places = (begins.long().div(block_size, rounding_mode="floor")[..., None] + blocks).flatten(1)

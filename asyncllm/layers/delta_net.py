@@ -1,4 +1,4 @@
-"""Gated delta nets: a memory of keys and values of fixed size in attention's place (Qwen3-Next, OLMo Hybrid)."""
+"""Gated delta nets: a fixed-size memory of keys and values instead of attention (Qwen3-Next, OLMo Hybrid)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GatedDeltaNet"]
 
 
 class Decay(Owner):
-    """How much of its memory each head forgets at a token. Always float32."""
+    """How much of its memory each head forgets per token. Always float32."""
 
     parameter_dtype = torch.float32
 
@@ -30,24 +30,25 @@ class Decay(Owner):
         self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
 
     def forward(self, step_size: Tensor) -> Tensor:
-        """step_size [T, H] -> the logarithms of what stays [T, H] float32, at most 0."""
+        """step_size [T, H] -> logarithms of the fractions that stay [T, H] float32, at most 0."""
         return -self.log_rate.exp() * kernels.softplus(step_size.float() + self.step_bias)
 
 
 class _WholeParts(MergedLinear):
-    """Parts that are on every rank."""
+    """Parts that are whole on every rank."""
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int) -> None:
-        """`stored_heads`: in a checkpoint that holds the parts by head, how many heads there are."""
+        """`stored_heads`: number of heads, if a checkpoint stores the parts by head."""
         Weighted.__init__(self, in_features, parts, shard="replicated")
         self.stored_heads = stored_heads
 
 
 class GatedDeltaNet(StateLayer):
-    """x [T, hidden] -> [T, hidden]: queries, keys and values pass a short convolution, then `kernels.gated_delta_rule`,
-    whose result is normalised by head and multiplied by silu of a gate.
+    """x [T, hidden] -> [T, hidden]: queries, keys and values go through a short convolution, then
+    `kernels.gated_delta_rule`, whose result is normalised by head and multiplied by silu of a gate.
 
-    The state is the latest inputs of the convolution, in the model's type, and the memory [H, K, V], in float32.
+    The state consists of the latest inputs of the convolution, in the model's dtype, and the memory [H, K, V], in
+    float32.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class GatedDeltaNet(StateLayer):
         top_weight: float = 1.0,
         parted_conv: bool = False,
     ) -> None:
-        """`num_heads` of values, `head_dim` each; `num_key_heads` of queries and keys, `key_dim` each. `top_weight`:
-        bounds how much of a memory a token replaces; beyond 1 it may turn the sign of what was there. `parted_conv`: a
-        checkpoint has convolutions of queries, keys and values apart."""
+        """`num_heads`, `head_dim`: of values. `num_key_heads`, `key_dim`: of queries and keys. `top_weight`: bound on
+        how much of a memory a token replaces; above 1 it may flip the sign of the old content. `parted_conv`: a
+        checkpoint stores separate convolutions for queries, keys and values."""
         super().__init__()
         self.layer = layer
         self.num_key_heads = num_key_heads
@@ -86,7 +87,7 @@ class GatedDeltaNet(StateLayer):
         self.cache_spec = StateSpec((self.conv.state_shape, memory), (None, torch.float32))
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        """`sampled`: return only these rows [R, hidden]; the states of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: kernels.States = step.caches[self.layer]
         inputs, memory = cache.tensors

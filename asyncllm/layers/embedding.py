@@ -25,7 +25,7 @@ class Embedding(Weighted):
 
 
 class PositionEmbedding(Weighted):
-    """Learned rows of a table by position (GPT-2); position p has row p + offset. -> [T, hidden]."""
+    """Learned rows of a table by position (GPT-2); position p uses row p + offset. positions -> [T, hidden]."""
 
     def __init__(self, num_positions: int, hidden_size: int, *, offset: int = 0) -> None:
         super().__init__(hidden_size, num_positions + offset, shard="replicated")
@@ -44,8 +44,8 @@ def _logits(
     out: Tensor | None,
     tokens: slice | None = None,
 ) -> Tensor:
-    """Return x table^T times scale, or in float32 and squashed to softcap * tanh(logits / softcap); in `out` if given.
-    Of `tokens` alone if given, of which some may be beyond the table."""
+    """Return x table^T times scale, or, in float32, softcap * tanh(logits / softcap); in `out` if given. `tokens`: only
+    for these, some of which may be beyond the table."""
 
     def product(out: Tensor | None) -> Tensor:
         if tokens is None:
@@ -69,9 +69,9 @@ def whole_rows(parts: Tensor, vocab_size: int, out: Tensor | None = None) -> Ten
 
 
 class OutputEmbedding(Weighted):
-    """hidden [R, hidden] -> logits [R, vocab], of the hidden states' type, or float32 with a softcap.
+    """hidden [R, hidden] -> logits [R, vocab], in the dtype of the hidden states, or float32 with a softcap.
 
-    `scale` multiplies them.
+    `scale` multiplies the logits.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class OutputEmbedding(Weighted):
         return own if self.group is None else whole_rows(self.group.collect(own), self.vocab_size)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [R, hidden] -> the logits of the tokens that `tokens_of` gives to this rank, [R, tokens]; without ranks, of
-        all. Those of tokens beyond the vocabulary mean nothing. They are in `out` if that is given, of the type that
-        they would have without it."""
+        """x [R, hidden] -> logits [R, tokens] of the tokens that `tokens_of` gives to this rank; without ranks, of all.
+        Entries beyond the vocabulary are meaningless. `out` receives them if given, in the dtype that they would have
+        without it."""
         return _logits(self, x, self.scale, self.softcap, out)
 
 
@@ -117,7 +117,7 @@ class TiedOutputEmbedding(Layer):
 
     def __init__(self, embedding: Embedding, *, scale: float | None = None, softcap: float | None = None) -> None:
         super().__init__()
-        # Held in a tuple, so that the table stays one parameter of one module.
+        # Held in a tuple, so that the table remains a parameter of a single module.
         self._embedding = (embedding,)
         self.scale = scale
         self.softcap = softcap

@@ -1,4 +1,4 @@
-"""Attention whose result is weighed by a gate of its own, feature by feature (Qwen3-Next)."""
+"""Attention whose result is multiplied by a gate, feature by feature (Qwen3-Next)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class _GatedQKVLinear(QKVLinear):
 
 
 class GatedAttention(Attention):
-    """As `Attention`, of which it takes norms of heads and a rotation; the sigmoid of the gate multiplies what each
-    head attends to."""
+    """Like `Attention`, with head norms and a rotation; the sigmoid of the gate multiplies each head's output."""
 
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__(layer, hidden_size, config)

@@ -1,4 +1,4 @@
-"""Products of low rank for images' tokens besides: the partial LoRA of InternLM-XComposer2 (Dong et al., 2024)."""
+"""Additional low-rank products for image tokens: the partial LoRA of InternLM-XComposer2 (Dong et al., 2024)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LowRankProducts", "LowRankRows"]
 
 
 class LowRankRows(ImageRows):
-    """Tokens of images have B A x `scale` besides. Gates and ups have an A each, which follow one another."""
+    """Image tokens get an additional B A x `scale`. Gates and ups have an A each, stored one after the other."""
 
     columns = (IMAGE_ROWS,)
 
@@ -47,22 +47,22 @@ class LowRankRows(ImageRows):
         return y
 
     def _added(self, x: Tensor) -> Tensor:
-        """x [T, in] -> what is added to the layer's product [T, out]."""
+        """x [T, in] -> the addition to the layer's product [T, out]."""
         inner = self.a.method.product(self.a, x).chunk(self._num_inputs, -1)
         method, rows = self.b.method, self.b.rows
         if self._num_inputs == 1:
             return method.product(self.b, inner[0]) * self._scale
-        # Each part takes its own rows of the product with its own A.
+        # Each part uses its own rows of the product with its own A.
         added = [method.product(self.b, part)[..., rows[name]] for part, name in zip(inner, rows, strict=True)]
         return torch.cat(added, -1) * self._scale
 
 
 class LowRankProducts(ImageRowsConfig, frozen=True, kw_only=True):
-    """Each has products of low rank besides."""
+    """Each linear layer has additional low-rank products."""
 
     rank: int
     ranks: Mapping[str, tuple[int, float]]
-    """By name of layers with another rank: that and the scale, which is 1 elsewhere."""
+    """Rank and scale of the layers that differ from the default rank and scale 1, by name."""
 
     def of_layer(self, name: str, linear: Linear) -> ImageRows | None:
         rank, scale = self.ranks.get(name, (self.rank, 1.0))

@@ -1,5 +1,5 @@
-"""What images' tokens have of their own in a decoder's linear layers, and weights as one kind of it: the visual experts
-of CogVLM (Wang et al., 2023). Steps without images do not see any of it."""
+"""Image-specific weights in a decoder's linear layers, such as the visual experts of CogVLM (Wang et al., 2023). Steps
+without images never run them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _inner(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
 
 
 INNER_ROWS = Column(name="inner_image_rows", dtype=torch.int64, per="token", padding=0, of_step=_inner)
-"""1: a token of an image, but not its last one, which is computed as text."""
+"""1 for the tokens of an image except its last one, which is computed as text."""
 
 
 class ExpertRows(ImageRows):
-    """Tokens of images, each one's last apart, have another weight."""
+    """Image tokens, except the last one of each image, use a different weight."""
 
     columns = (INNER_ROWS, IMAGE_ROWS)
 
@@ -61,17 +61,17 @@ class ExpertRows(ImageRows):
 
 
 class ImageRowsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decoder's layers have for images' tokens."""
+    """The image-specific parts of a decoder's linear layers."""
 
     weights: Mapping[str, str]
-    """Rows of a weight table, from the checkpoint's modules to the decoder's and these."""
+    """Rows of a weight table, from the checkpoint's modules to these parts and the decoder's."""
 
     @abstractmethod
     def of_layer(self, name: str, linear: Linear) -> ImageRows | None:
-        """Return what the linear layer `name` of a block has; None: nothing."""
+        """Return the image-specific part of the linear layer `name` of a block, or None."""
 
     def attach(self, layers: nn.ModuleList) -> None:
-        """Give it to the linear layers of a decoder's blocks."""
+        """Add the parts to the linear layers of a decoder's blocks."""
         for block in layers:
             for name, module in list(block.named_modules()):
                 own = self.of_layer(name, module) if isinstance(module, Linear) else None
@@ -80,10 +80,10 @@ class ImageRowsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageExperts(ImageRowsConfig, frozen=True, kw_only=True):
-    """Each has another weight."""
+    """Each linear layer has a second weight for image tokens."""
 
     qkv_bias: bool
-    """Whether that of queries, keys and values has a bias with it."""
+    """Whether the weight of queries, keys and values has a bias."""
 
     def of_layer(self, name: str, linear: Linear) -> ImageRows | None:
         return ExpertRows(linear, bias=self.qkv_bias and name == "attn.qkv")

@@ -1,4 +1,4 @@
-"""Which tokens of a step are those of images, and the merge of their features into the embeddings."""
+"""Which tokens of a step belong to images, and the merge of image features into the embeddings."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["IMAGE_ROWS", "ImageMerge", "ImagePart", "ImageRows", "image_parts", 
 
 
 class ImagePart(NamedTuple):
-    """Tokens of a chunk that are an image's, one after the other."""
+    """Consecutive tokens of a chunk that belong to one image."""
 
     image: PromptImage
     position: int
-    """Of the first, absolute."""
+    """Absolute position of the first token."""
     first: int
-    """The first one's row among the image's features, and"""
+    """Row of the first token among the image's features (those of `PromptImage.seen_at` the place)."""
     last: int
-    """the row behind the last one's; of `PromptImage.seen_at` this"""
+    """Row after that of the last token."""
     place: int
-    """number of a place."""
+    """Index of the image's place."""
 
 
 def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
-    """Yield what images have in a chunk."""
+    """Yield the parts of images in a chunk."""
     end = row.position + len(row.tokens)
     for image in row.images:
         rows = 0
@@ -59,15 +59,15 @@ def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
 
 
 IMAGE_ROWS = Column(name="image_rows", dtype=torch.int64, per="token", padding=-1, of_step=_image_rows)
-"""The row of the step's image features that a token's embedding is; -1: none, it is text."""
+"""The row of the step's image features that is a token's embedding; -1 for text."""
 
 
 def image_tokens(step: StepInputs) -> Tensor | None:
-    """Return the tokens of a step that are images' [F] int64; None where the host does not know how many they are."""
+    """Return the image tokens of a step [F] int64; None if the host does not know their number."""
     count = step.num_image_tokens
     if step.image_tokens is None and count is not None:
         rows = step[IMAGE_ROWS]
-        # Text goes to a place behind the last one.
+        # Text goes to a row after the last one.
         tokens = rows.new_empty(count + 1)
         tokens[torch.where(rows >= 0, rows, count)] = torch.arange(len(rows), device=rows.device)
         step.image_tokens = tokens[:count]
@@ -75,12 +75,12 @@ def image_tokens(step: StepInputs) -> Tensor | None:
 
 
 class ImageMerge(Layer):
-    """Puts features in the place of the embeddings of images' tokens."""
+    """Replaces the embeddings of image tokens by features."""
 
     columns = (IMAGE_ROWS,)
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        """x [T, hidden] -> the same; a step without images passes as it is."""
+        """x [T, hidden] -> [T, hidden]; a step without images is unchanged."""
         if step.image_features is None:
             return x
         rows = step[IMAGE_ROWS]
@@ -88,23 +88,23 @@ class ImageMerge(Layer):
         return torch.where((rows >= 0)[:, None], features, x)
 
     def behind(self, layer: int, residual: Tensor, step: StepInputs) -> Tensor:
-        """Add what features have for the outputs of `layer`, if they go on behind the embeddings' width."""
+        """Add the features for the output of `layer`, if features are wider than the embeddings."""
         features, size = step.image_features, residual.shape[1]
         if features is None or features.shape[1] < (layer + 2) * size:
             return residual
         rows = step[IMAGE_ROWS]
         own = features[:, (layer + 1) * size : (layer + 2) * size].index_select(0, rows.clamp(min=0))
-        # Other tokens take nothing, of what may be left from an earlier step and be no number.
+        # Other tokens add nothing, because rows left from an earlier step may be nan.
         return torch.where((rows >= 0)[:, None], residual + own, residual)
 
 
 class ImageRows(Layer):
-    """What the tokens of images have of their own in one layer, in steps that have any."""
+    """Changes image tokens' products in one layer, in steps that have images."""
 
     columns: tuple[Column, ...]
-    """What it reads of a step."""
+    """The step columns that it reads."""
 
     @abstractmethod
     def apply_to(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the products y [T, out] of x [T, in] with those of images' tokens as they are to be, in y's memory or
-        new. Ahead of the ranks' sum."""
+        """Return the products y [T, out] of x [T, in] with those of image tokens replaced, in y's memory or new. Runs
+        before the sum over ranks."""

@@ -1,4 +1,4 @@
-"""Attention and a state layer side by side, in the place of attention (Falcon-H1)."""
+"""Attention and a state layer side by side, instead of attention alone (Falcon-H1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["JointMixers"]
 
 
 class JointMixers(Layer):
-    """x [T, hidden] -> attention(x) + state(x), each with a factor of what it is given and one of what it gives."""
+    """x [T, hidden] -> attention(x) + state(x), with a factor on each input and each output."""
 
     def __init__(
         self, attention: Attention, state: StateLayer, *, given: tuple[float, float], gives: tuple[float, float]
@@ -24,7 +24,7 @@ class JointMixers(Layer):
         self.given, self.gives = given, gives
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: what these rows get -> [R, hidden]; keys, values and states of all tokens are written."""
+        """`sampled`: return only these rows [R, hidden]; keys, values and states of all tokens are still written."""
         attended: Tensor = self.attention(_scaled(x, self.given[0]), step, sampled)
         stated: Tensor = self.state(_scaled(x, self.given[1]), step, sampled)
         return attended.mul_(self.gives[0]).add_(stated, alpha=self.gives[1])

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are maps of one latent per token, which the cache keeps."""
+"""Multi-head latent attention: keys and values of all heads are linear maps of one cached latent per token."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["LatentAttention"]
 
 EXPANDED_BYTES = 2**29
-"""Most memory of keys and values that prompts are expanded to: contexts of 65,536 tokens at 16 heads of 256 numbers of
-16 bits."""
+"""Maximum memory for expanded keys and values of prompts: contexts of 65,536 tokens at 16 heads of 256 16-bit
+numbers."""
 
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever rms_norm_eps is."""
+"""Epsilon of the norms of latents, regardless of rms_norm_eps."""
 
 
 class LatentAttention(Layer):
-    """x [T, hidden] -> [T, hidden]; the tokens' lines go to the cache of layer `layer` first.
+    """x [T, hidden] -> [T, hidden]. First writes the tokens' lines to the cache of layer `layer`.
 
-    A head's query and key are `nope_dim` features without and `rope_dim` with rotation, its value has `value_dim`. The
-    latents have `kv_rank` numbers. `q_rank`: queries go through a normed bottleneck of their own of so many. `bias` is
-    that of the products with x and of the output's; `scale_queries` multiplies queries by the step's `query_scale`.
+    A head's query and key have `nope_dim` unrotated and `rope_dim` rotated features; its value has `value_dim`. Latents
+    have `kv_rank` numbers. With `q_rank`, queries go through a normed bottleneck of that rank. `bias` applies to the
+    products with x and to the output; `scale_queries` multiplies queries by the step's `query_scale`.
     """
 
     context_bytes = EXPANDED_BYTES
@@ -58,7 +58,7 @@ class LatentAttention(Layer):
         self.q = Linear(hidden_size if q_rank is None else q_rank, num_heads * head_dim, shard="column", unit=head_dim)
         self.kv_down = Linear(hidden_size, kv_rank + rope_dim, shard="replicated", bias=bias)
         self.kv_norm = RMSNorm(kv_rank, NORM_EPS)
-        # A head's key features, then its value's. Absorbed products leave no place for adapters.
+        # A head's key features, then its value features. Absorbed products cannot have adapters.
         self.kv = Weighted(kv_rank, num_heads * (nope_dim + value_dim), shard="column", unit=nope_dim + value_dim)
         self.out = Linear(num_heads * value_dim, hidden_size, shard="row", unit=value_dim, bias=bias)
         self.num_heads = num_heads
@@ -75,11 +75,11 @@ class LatentAttention(Layer):
 
     @property
     def cache_spec(self) -> LatentKVSpec:
-        """What the layer keeps of its tokens."""
+        """The cache of the layer's lines."""
         return LatentKVSpec(self.kv_rank, self.rope_dim)
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: attend for these rows only -> [R, hidden]; the lines of all tokens are written."""
+        """`sampled`: attend for these rows only -> [R, hidden]; the lines of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: LatentKV = step.caches[self.layer]
         q = self._project(x, step, cache)
@@ -91,7 +91,7 @@ class LatentAttention(Layer):
         return out
 
     def _project(self, x: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
-        """Write the tokens' lines, return their queries [T, H, nope + rope]."""
+        """Write the tokens' lines, and return their queries [T, H, nope + rope]."""
         (rotation,) = step.rotations
         compressed = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, step))
         q: Tensor = self.q(compressed, step).unflatten(1, (self.num_heads, -1))
@@ -125,7 +125,7 @@ class LatentAttention(Layer):
         prefill: PrefillPlan | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the lines as they are."""
+        """Attend over the lines, without expanding them."""
         q_rope = q[..., self.nope_dim :]
         q_latent = self.kv.method.product_by_head(
             self.kv, q[..., : self.nope_dim], slice(self.nope_dim), transposed=True
@@ -141,7 +141,7 @@ class LatentAttention(Layer):
         return self.kv.method.product_by_head(self.kv, attended, slice(self.nope_dim, None), out=out)
 
     def _attend_expanded(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
-        """Attend over keys and values of all prefill rows' contexts, made for this layer."""
+        """Attend over expanded keys and values of all prefill rows' contexts."""
         key = ("expanded", self.num_heads)
         plans = step.attention_plans.get(key)
         if plans is None:
@@ -168,7 +168,7 @@ class LatentAttention(Layer):
         return out
 
     def _expands(self, q: Tensor, step: StepInputs) -> bool:
-        """Return True where keys and values of the prompts' contexts cost less than they save, and fit. A
+        """Return whether expanding keys and values of the prompts' contexts saves more than it costs, and they fit. A
         batch-invariant engine computes all rows alike, however prompts are cut."""
         if not step.prompts or step.batch_invariant:
             return False
@@ -180,7 +180,7 @@ class LatentAttention(Layer):
         return pairs * saved > contexts * expansion and size <= EXPANDED_BYTES
 
     def _plans(self, step: StepInputs, cache: LatentKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        """Return the step's plans, made by the first layer that needs them; None where there are no rows."""
+        """Return the step's plans, made by the first layer that needs them; None if there are no such rows."""
         spec = self.cache_spec
         plans = step.attention_plans.get(spec)
         if plans is None:
@@ -193,13 +193,13 @@ class LatentAttention(Layer):
         return plans
 
     def _plan_decode(self, step: StepInputs, cache: LatentKV, count: int) -> DecodePlan:
-        """Return the plan of the first `count` rows."""
+        """Return the plan for the first `count` rows."""
         return kernels.plan_latent_decode(
             step.block_tables[:count], step.kv_lens[:count], cache, num_heads=self.num_heads
         )
 
     def _plan_prefill(self, step: StepInputs, cache: LatentKV, first: int) -> PrefillPlan:
-        """Return the plan of the rows from `first` on."""
+        """Return the plan for the rows from `first` on."""
         return kernels.plan_latent_prefill(
             step.block_tables[first:],
             step.q_offsets[first:],

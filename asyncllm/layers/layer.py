@@ -1,8 +1,8 @@
-"""Layer: a module that is called as plainly as a function.
+"""Layer: a module whose call is a plain function call.
 
 A decode step of a small model on a CPU makes some sixty module calls and three hundred reads of submodules and
-parameters. torch's own protocol looks for hooks in each call and finds members by a fallback of attribute look-up;
-without both, a step of the bundled model takes 1.85 ms instead of 2.03 ms on two cores.
+parameters. torch looks for hooks in each call and finds members through a fallback of attribute look-up; without both,
+a step of the bundled model takes 1.85 ms instead of 2.03 ms on two cores.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ PartKey = tuple[str, str | None, int | None]
 
 
 class Layer(nn.Module):
-    """A module without hooks: calling it is calling `forward`."""
+    """A module without hooks: calling it calls `forward`."""
 
     context_bytes = 0
-    """Most memory that a step takes for long contexts, which the steps of the warm-up have not."""
+    """Maximum memory that a step takes for long contexts, which the steps of the warm-up lack."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
     def divide(self, group: RankGroup) -> None:
-        """Leave this layer, on the meta device, the share of the group's rank. One with no shares stays whole.
+        """Reduce this layer, on the meta device, to the share of the group's rank. A layer without shares stays whole.
 
-        Raises UnsupportedModel where the numbers do not allow it.
+        Raises UnsupportedModel if its sizes cannot be divided.
         """
 
     def rounding(self, step: Any) -> Rounding | None:
-        """Return how the op that makes the layer's input may round it in a step, where the layer takes RoundedRows;
-        None where the layer is to have it as it is."""
+        """Return how the op that produces the layer's input may round it in a step, if the layer takes RoundedRows;
+        None if the layer needs the input unrounded."""
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What `settle` put here must not hide a new value.
+        # An attribute set by `settle` must not hide a new value.
         self.__dict__.pop(name, None)
         super().__setattr__(name, value)
 
 
 class Owner(Layer):
-    """A layer whose own parameters checkpoints store as they are. It stays whole on every rank."""
+    """A layer whose own parameters are stored unchanged in checkpoints. It stays whole on every rank."""
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         """See `models.weights.WeightOwner`."""
@@ -60,7 +60,7 @@ class Owner(Layer):
 
 
 def settle(model: nn.Module) -> None:
-    """Make parameters and submodules of a finished model ordinary attributes. Assigning to one undoes it there."""
+    """Make parameters and submodules of a finished model ordinary attributes. Assigning one undoes this for it."""
     for module in model.modules():
         module.__dict__.update(module._parameters)
         module.__dict__.update(module._modules)

@@ -1,5 +1,4 @@
-"""Embeddings that each layer has of its own (Gemma 3n): a token's features for every layer, and the block that adds
-them."""
+"""Per-layer embeddings (Gemma 3n): a token's features for every layer, and the block that adds them."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ __all__ = ["GatedLayerInput", "LayerInputBlock", "LayerInputs", "LayerScale"]
 
 
 class LayerInputs(Layer):
-    """ids [T] and embeddings [T, hidden] -> [T, layers, size]: rows of a table of the layers' own, and a product of the
-    embeddings, normalised, on equal terms."""
+    """ids [T] and embeddings [T, hidden] -> [T, layers, size]: the sum, divided by sqrt(2), of rows of a per-layer
+    table and a normalised product of the embeddings."""
 
     def __init__(self, hidden_size: int, num_layers: int, size: int, *, vocab_size: int, norm: Norm) -> None:
         super().__init__()
@@ -41,8 +40,8 @@ class LayerInputs(Layer):
 
 
 class GatedLayerInput(Layer):
-    """x [T, hidden] -> [T, hidden]: the token's features for this layer, gated by x, brought up to the stream's width
-    and normalised."""
+    """x [T, hidden] -> [T, hidden]: the token's features for this layer, gated by x, widened to the stream and
+    normalised."""
 
     def __init__(self, layer: int, hidden_size: int, size: int, *, norm: Norm) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class GatedLayerInput(Layer):
         self.norm = norm
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`step` is that of all tokens; x is of the `sampled` rows alone if they are given."""
+        """`step` covers all tokens; x has only the `sampled` rows if given."""
         assert step.layer_inputs is not None, "the model writes them before its first layer"
         given, here = step.layer_inputs[:, self.layer], step
         if sampled is not None:
@@ -63,7 +62,7 @@ class GatedLayerInput(Layer):
 
 
 class LayerScale(Owner):
-    """One number that multiplies the stream behind a layer."""
+    """One number that multiplies the stream after a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,10 +70,10 @@ class LayerScale(Owner):
 
 
 class LayerInputBlock(SandwichBlock):
-    """As `SandwichBlock`; then the layer's own input is added, if it has one, and the stream is scaled (Gemma 4).
+    """Like `SandwichBlock`; then the layer's own input is added, if it has one, and the stream is scaled (Gemma 4).
 
-    `experts` read the stream beside the MLP; what the latter gives is normalised by `beside_norm` and added to theirs,
-    ahead of the norm of both.
+    `experts` read the stream in parallel with the MLP; the MLP's output is normalised by `beside_norm` and added to
+    theirs, before the norm of the sum.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ __all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNo
 
 
 class LayerNorm(Norm):
-    """Brought to mean 0 and variance 1, and moved by a bias if there is one."""
+    """Normalises to mean 0 and variance 1, times a weight, plus a bias if there is one."""
 
     def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__(size, eps)
@@ -30,13 +30,13 @@ class LayerNorm(Norm):
 
 
 class OffsetLayerNorm(LayerNorm):
-    """LayerNorm whose checkpoint stores weight - 1 (Nemotron). The sum has the model's type, as it has in training."""
+    """LayerNorm whose checkpoint stores weight - 1 (Nemotron). The sum has the model's dtype, as in training."""
 
     stored_less = 1.0
 
 
 class UnitLayerNorm(Norm):
-    """Layer norm without a weight (OLMo's first generation)."""
+    """Layer norm without a weight (first generation of OLMo)."""
 
     def __init__(self, size: int, eps: float) -> None:
         Layer.__init__(self)
@@ -50,8 +50,7 @@ class UnitLayerNorm(Norm):
 
 
 class HeadsLayerNorm(Layer):
-    """Layer norms of queries or keys, each head with a weight of its own, without biases (Command R+). `paired` as in
-    `QKVLinear`."""
+    """Layer norms of queries or keys, with a weight per head and no biases (Command R+). `paired`: see `QKVLinear`."""
 
     def __init__(self, num_heads: int, size: int, eps: float, *, paired: int = 0) -> None:
         super().__init__()
@@ -60,12 +59,12 @@ class HeadsLayerNorm(Layer):
         self._num_heads, self._first = num_heads, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, heads, size] -> the same."""
+        """x [T, heads, size] -> [T, heads, size]."""
         wide = x.float()
         return (kernels.layer_norm(wide, torch.ones_like(wide[0, 0]), None, self.eps) * self.weight.float()).to(x.dtype)
 
     def divide(self, group: RankGroup) -> None:
-        # With fewer key heads than ranks several have the same one.
+        # With fewer key heads than ranks, several ranks share one.
         copies = max(group.size // self._num_heads, 1)
         share = max(self._num_heads // group.size, 1)
         self.weight = nn.Parameter(self.weight[:share], requires_grad=False)
@@ -81,7 +80,7 @@ class HeadsLayerNorm(Layer):
 
 
 class ListedHeadsLayerNorm(HeadsLayerNorm):
-    """The same, each head's weight in a tensor of its own (StableLM 2 12B)."""
+    """The same, with each head's weight in a separate tensor (StableLM 2 12B)."""
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
         return {("weight", None, head): (self.weight.shape[1],) for head in range(self._num_heads)}

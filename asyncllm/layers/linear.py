@@ -2,10 +2,10 @@
 
 The method stores the weight and multiplies (`layers.linear_method`, where a quantization attaches).
 
-A shard is what `divide`, on the meta device, leaves to a rank, by `shard`, `unit` and the parts in `rows`; where it is
-a part of the input features, the ranks' results are added up.
+A shard is the part that `divide` leaves to a rank, on the meta device, according to `shard`, `unit` and the parts in
+`rows`. If it is part of the input features, the ranks' results are summed.
 
-Adapters are chosen by row, from the step. Where a step has any, no op takes the product together with what follows.
+Adapters are selected by row, as the step says. In steps with adapters, no op fuses the product with what follows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
 class RowAdapters(Protocol):
-    """What the rows of a step add to the product of one layer, each by the adapter that it asks for."""
+    """Additions to the product of one layer, row by row, each from the row's adapter."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What they read of a step."""
+        """The step columns that they read."""
 
     def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the products y [..., out] of x [..., in] with the rows' own added, in y's memory or new."""
+        """Return the products y [..., out] of x [..., in] with the rows' additions, in y's memory or new."""
 
 
 class Linear(Weighted):
@@ -46,24 +46,24 @@ class Linear(Weighted):
 
     @property
     def image_rows(self) -> ImageRows | None:
-        """What images' tokens have of their own here, a submodule of this name."""
+        """The layer's image-specific weights, a submodule of this name."""
         rows = self._modules.get("image_rows")
         return rows if isinstance(rows, ImageRows) else None
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """As `DecoderLM.step_columns` collects them."""
+        """The step columns that the layer reads; see `DecoderLM.step_columns`."""
         return () if self.adapters is None else self.adapters.columns
 
     def adds(self, step: StepInputs) -> bool:
-        """Return whether adapters or images may change the step's products, so that no op may take these with what
+        """Return whether adapters or images may change the step's products, so that they cannot be fused with what
         follows."""
         return (self.adapters is not None and step.adapted) or (
             step.image_features is not None and self.image_rows is not None
         )
 
     def rounding(self, step: StepInputs) -> Rounding | None:
-        """Return how the input may be rounded by the op that makes it; None where the layer is to have it as it is."""
+        """Return how the op that produces the input may round it; None if the layer needs it unrounded."""
         rounding = self.method.rounding(self)
         return None if rounding is None or self.adds(step) else rounding
 
@@ -75,19 +75,19 @@ class Linear(Weighted):
         if rows is not None:
             y = rows.apply_to(y, x, step)
         if self.adapters is not None and step.adapted:
-            # Ahead of the sum: what the ranks' shares of the input features add is a part of it as well.
+            # Before the sum over ranks: additions from the ranks' shares of the input features are part of it.
             y = self.adapters.add(y, x, step)
         return y if self.group is None else self.summed(y)
 
 
 class MergedLinear(Linear):
-    """Several linear layers over the same input as one product; their outputs follow one another in the last axis."""
+    """Several linear layers over the same input as one product; their outputs are concatenated along the last axis."""
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, unit: int = 1, bias: bool = False) -> None:
         Weighted.__init__(self, in_features, parts, shard="column", unit=unit, bias=bias)
 
     def gated(self, x: Tensor | RoundedRows, activation: Activation, step: StepInputs) -> Tensor | None:
-        """Return activation(gate) * up, of parts gate and up, if that is one op; else None."""
+        """Return activation(gate) * up of the parts gate and up, if that is one op; otherwise None."""
         if isinstance(x, RoundedRows):
             return self.method.product_gated_rounded(self, x, activation)
         return None if self.adds(step) else self.method.product_gated(self, x, activation)
@@ -96,8 +96,8 @@ class MergedLinear(Linear):
 class QKVLinear(MergedLinear):
     """The projections q, k and v of attention.
 
-    `paired`: of how many features of a head checkpoints store neighbours where the rotation turns i with i + paired / 2
-    (GPT-J, GLM). They are put in the latter order at load, of queries and keys alike, which changes no score.
+    `paired`: number of features per head that checkpoints store as neighbouring pairs, where the rotation pairs i with
+    i + paired / 2 (GPT-J, GLM). They are reordered at load, in queries and keys alike, which changes no score.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class QKVLinear(MergedLinear):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.stored_kv_heads = num_kv_heads
-        """Those of a checkpoint, of which a rank may have a share."""
+        """Number of KV heads in a checkpoint, of which a rank may have a share."""
         self.head_dim = head_dim
         self.paired = paired
 
@@ -134,12 +134,12 @@ class QKVLinear(MergedLinear):
         self.num_kv_heads = (self.rows["k"].stop - self.rows["k"].start) // self.head_dim
 
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
-        # With fewer key heads than ranks, several ranks have the same one.
+        # With fewer key heads than ranks, several ranks share one.
         copies = group.size // self.num_kv_heads if part != "q" and group.size % self.num_kv_heads == 0 else 1
         return self._slice(size, group.rank // max(1, copies), group.size // max(1, copies))
 
     def rope_fill_kv(self, x: Tensor | RoundedRows, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
-        """As `kernels.rope_fill_kv` of the product, if that is one op; else None, with nothing written."""
+        """Apply `kernels.rope_fill_kv` to the product, if that is one op; otherwise return None and write nothing."""
         if isinstance(x, RoundedRows):
             return None
         return self.method.product_rope_fill_kv(

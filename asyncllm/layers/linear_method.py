@@ -1,9 +1,9 @@
-"""Linear methods: how a weight is stored, loaded and multiplied by. A layer is composed of one.
+"""Linear methods: how a weight is stored, loaded and multiplied. Each layer has one.
 
-A quantization attaches here. Its method gives a layer other tensors (`create`), says what a checkpoint holds of them
-and takes it part by part (`expected_parts`, `load_part`), multiplies (`product`, `experts`), looks rows up (`embed`),
-and offers those of its products that are one op with what follows. `Weighted.attach` puts it in the place of
-`UNQUANTIZED` while the model is on the meta device; nothing outside a method reads the tensors that it stores.
+A quantization attaches here. Its method gives a layer other tensors (`create`), says which of them a checkpoint holds
+and takes them part by part (`expected_parts`, `load_part`), multiplies (`product`, `experts`), looks rows up (`embed`),
+and offers products that are fused with the next op. `Weighted.attach` replaces `UNQUANTIZED` by it while the model is
+on the meta device; nothing outside a method reads the tensors that it stores.
 """
 
 from __future__ import annotations
@@ -43,44 +43,45 @@ class Stored:
     """How checkpoints store the tensors of one suffix."""
 
     dtypes: frozenset[str] = frozenset({"F16", "BF16", "F32", "F64"})
-    """The types that are read, by the safetensors format's names."""
+    """Dtypes that can be read, by the safetensors format's names."""
     axis: int | None = 0
-    """That of the output features, along which a tensor of several parts is divided; None: the whole of it holds for
+    """Axis of the output features, along which a tensor of several parts is divided; None: the whole tensor applies to
     each part."""
     features: int = 1
-    """Neighbouring output features that have one entry along axis 0: of a tensor of several parts, they may be of two
-    of them, so that each part is given an entry for each of its features."""
+    """Number of neighbouring output features that share one entry along axis 0. In a tensor of several parts, an entry
+    may span two of them, so each part gets an entry per feature."""
 
 
 FLOATS = Stored()
 
 Activation = ActivationKind
-"""Of MLPs. Gates have silu or gelu_tanh."""
+"""Activation of an MLP. Gates have silu or gelu_tanh."""
 
 _NO_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({})
 
 Shard = Literal["column", "row", "replicated"]
 """Along which features ranks may divide a weight.
 
-column: output features, each part by itself; a rank has some of the results. row: input features; the ranks' results
-are to be added up, and one of them adds the bias. replicated: none, every rank has all of it.
+column: output features, each part separately; a rank has some of the results. row: input features; the ranks' results
+are summed, and one of them adds the bias. replicated: none; every rank has the whole weight.
 """
 
 
 class Weighted(Layer):
-    """A layer with a weight [out, in], or with one for each of several experts, which its method stores.
+    """A layer with a weight [out, in], or one weight per expert, which its method stores.
 
-    `rows` are the output features of each part, in order: the parts are what checkpoints store and what shards,
-    methods and adapters address. It is a WeightOwner of `models.weights`. Parameters are born on whatever device is
-    current (`meta` while a model is built) and filled by the loader.
+    `rows` holds the output features of each part, in order. Parts are the units that checkpoints store and that shards,
+    methods and adapters address. The layer is a WeightOwner of `models.weights`. Parameters are created on the current
+    device (`meta` while a model is built) and filled by the loader.
     """
 
     method: LinearMethod
     weight: nn.Parameter
     bias: nn.Parameter | None
-    """Of the method `Unquantized`, as is `weight`: no one else reads them."""
+    """Parameter of the method `Unquantized`, like `weight`: only that method reads them."""
     gelu: bool = False
-    """Of the first products of experts: whether their gate is GELU's, not SwiGLU's. Only `Unquantized` has such."""
+    """For the first products of experts: whether their gate is GELU instead of SwiGLU. Only `Unquantized` supports
+    it."""
 
     def __init__(
         self,
@@ -92,8 +93,8 @@ class Weighted(Layer):
         bias: bool = False,
         num_experts: int | None = None,
     ) -> None:
-        """`parts`: output features, or those of each part. `unit`: how many neighbours of the features that a shard
-        divides stay together, as those of a head do."""
+        """`parts`: number of output features, or of each part. `unit`: number of neighbouring features that a shard
+        keeps together, such as those of a head."""
         super().__init__()
         self.in_features = in_features
         self.rows: dict[str | None, slice] = {}
@@ -107,21 +108,21 @@ class Weighted(Layer):
         self.unit = unit
         self.has_bias = bias
         self.num_experts = num_experts
-        """Those that this rank has."""
+        """Number of experts on this rank."""
         self.stored_experts = num_experts
-        """Those of a checkpoint."""
+        """Number of experts in a checkpoint."""
         self.own_experts: range | None = None
-        """Which of a checkpoint's they are, where ranks divide experts instead of features."""
+        """Which of a checkpoint's experts these are, if ranks divide experts instead of features."""
         self.group: RankGroup | None = None
-        """The ranks among which the weight is divided."""
+        """The ranks that divide the weight."""
         self.summed_later = False
-        """Whether the ranks' results of a weight divided by its input features stay what they are: the norm that
-        follows adds them up (`layers.rank_sums`)."""
+        """Whether the ranks' results of a weight divided by its input features are left unsummed: the following norm
+        sums them (`layers.rank_sums`)."""
         self._share: _Share | None = None
         self.attach(UNQUANTIZED)
 
     def attach(self, method: LinearMethod) -> None:
-        """Leave the weight to `method`: its parameters, unfilled, take the place of those that are there."""
+        """Give the weight to `method`: its unfilled parameters replace the current ones."""
         for name, _ in list(self.named_parameters(recurse=False)):
             delattr(self, name)
         self.method = method
@@ -129,7 +130,7 @@ class Weighted(Layer):
 
     @property
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Types of the parameters that keep their own, whatever the model's is."""
+        """Dtypes of the parameters that keep their own dtype regardless of the model's."""
         return self.method.dtypes
 
     def stored(self, suffix: str) -> Stored:
@@ -153,11 +154,11 @@ class Weighted(Layer):
         self.attach(self.method)
 
     def divide_experts(self, group: RankGroup) -> None:
-        """Leave this layer, on the meta device, the experts of the group's rank, whole. Raises as `divide`, which
+        """Reduce this layer, on the meta device, to the whole experts of the group's rank. Raises like `divide`, which
         changes nothing afterwards."""
         if not self.method.by_row:
             raise UnsupportedModel(
-                f"ep={group.size}: whole experts of {self.method.name} weights are not given to ranks. Leave ep out: "
+                f"ep={group.size}: ranks cannot hold whole experts of {self.method.name} weights. Leave ep out: "
                 "then each expert's features are divided."
             )
         assert self.num_experts is not None, "the layer has one weight"
@@ -173,7 +174,7 @@ class Weighted(Layer):
         self.attach(self.method)
 
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
-        """Return which of a part's output features the rank has."""
+        """Return the slice of a part's output features that the rank has."""
         return self._slice(size, group.rank, group.size)
 
     def _slice(self, size: int, rank: int, num_ranks: int) -> slice:
@@ -201,8 +202,8 @@ class Weighted(Layer):
         self.method.load_part(self, suffix, part, index, tensor)
 
     def own_part(self, suffix: str, part: str | None, index: int | None) -> tuple[int, slice] | None:
-        """Return which features of a part's tensor this rank has, and along which axis, so that no more of it need be
-        read and `load_own` takes it; None where `load_part` has to have all of it."""
+        """Return the axis and slice of a part's tensor that this rank has, so that only that slice is read and
+        `load_own` takes it; None if `load_part` needs the whole tensor."""
         if self.own_experts is not None:
             return None if index in self.own_experts else (0, slice(0, 0))
         if self._share is None or not self.method.by_row or (self.shard == "row" and suffix != "weight"):
@@ -210,14 +211,14 @@ class Weighted(Layer):
         return (0, self._share.taken[part]) if self.shard == "column" else (1, self._share.taken[None])
 
     def load_own(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        """Take what `own_part` names of a tensor, as `load_part` takes the whole."""
+        """Take the slice of a tensor that `own_part` names, as `load_part` takes the whole."""
         if self.own_experts is not None:
             return
         self.method.load_part(self, suffix, part, index, self.in_order(part, tensor))
 
     def own_rows(self, part: str | None) -> Tensor | slice:
-        """Return which output features of a part, as a checkpoint has them, the layer has, in its order; int64 [rows]
-        unless they are all. Those of a share that there are not are the last one."""
+        """Return the output features of a part, numbered as in a checkpoint, that the layer has, in its order: int64
+        [rows], or a slice for all. Missing features of a share are the last one."""
         size = self.whole_shapes[part][0]
         rows = order = torch.arange(size)
         if self._share is not None and self.shard == "column":
@@ -227,12 +228,12 @@ class Weighted(Layer):
         return slice(None) if torch.equal(rows, order) else rows
 
     def own_columns(self) -> slice:
-        """Return which input features of a checkpoint's weight the layer has."""
+        """Return the slice of the input features of a checkpoint's weight that the layer has."""
         divided = self._share is not None and self.shard == "row"
         return self._share.taken[None] if divided and self._share is not None else slice(0, self.in_features)
 
     def own_bias(self, part: str | None, tensor: Tensor) -> Tensor:
-        """Return what the layer has of a part's bias: zeros where another rank adds it."""
+        """Return the layer's share of a part's bias: zeros if another rank adds it."""
         added = self.shard == "row" and self.group is not None and self.group.rank > 0
         return torch.zeros_like(tensor) if added else tensor[self.own_rows(part)]
 
@@ -241,7 +242,7 @@ class Weighted(Layer):
         return tensor
 
     def share_of_factors(self, part: str | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what this rank has of two matrices a [r, in] and b [out, r] whose product is added to a part of the
+        """Return this rank's share of two matrices a [r, in] and b [out, r] whose product is added to a part of the
         weight."""
         b = self.in_order(part, b)
         if self._share is None:
@@ -250,105 +251,106 @@ class Weighted(Layer):
         return (a, b[taken]) if self.shard == "column" else (a[:, taken], b)
 
     def summed(self, y: Tensor) -> Tensor:
-        """Return the ranks' results of a weight divided by its input features added up, in y's memory, unless that is
-        for the norm that follows."""
+        """Return the sum over ranks of the results of a weight divided by its input features, in y's memory, unless the
+        following norm computes it."""
         return y if self.group is None or self.shard != "row" or self.summed_later else self.group.add_up(y)
 
     @property
     def is_summed(self) -> bool:
-        """Whether the ranks' results are shares of a sum."""
+        """Whether each rank has a summand of the result."""
         return self.group is not None and self.shard == "row"
 
 
 class _Share(NamedTuple):
-    """What a rank has of a weight."""
+    """A rank's share of a weight."""
 
     whole: Mapping[PartKey, tuple[int, ...]]
-    """The shapes that a checkpoint has."""
+    """Shapes in a checkpoint."""
     taken: Mapping[str | None, slice]
-    """By part the output features that the rank takes, or under None the input features."""
+    """Output features that the rank takes, by part; or input features, under None."""
 
 
 class LinearMethod(ABC):
-    """What a layer does with its weight. The tensors are parameters of the layer, so one method serves many layers."""
+    """A layer's operations on its weight. The tensors are parameters of the layer, so one method serves many layers."""
 
     name: ClassVar[str] = ""
-    """Of the quantization, as config.json calls it; empty for none."""
+    """Name of the quantization in config.json; empty for none."""
     by_row: ClassVar[bool] = False
-    """Whether a tensor's rows are output features, and those of `weight` have input features for columns. Then it comes
-    to `load_part` in the layer's order, and where ranks divide it, as this one's `share`. Else it comes whole, and the
-    method takes `own_rows` and `own_columns` of what it says."""
+    """Whether the rows of a tensor are output features, and the columns of `weight` input features. A tensor then comes
+    to `load_part` in the layer's order and, if ranks divide it, reduced by `share`. Otherwise it comes whole, and the
+    method selects `own_rows` and `own_columns` from it."""
 
     rounds: ClassVar[bool] = False
-    """Whether `rounding` may return anything."""
+    """Whether `rounding` may return something."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As `Weighted.parameter_dtypes`."""
+        """See `Weighted.parameter_dtypes`."""
         return _NO_DTYPES
 
     @property
     def replaceable(self) -> bool:
-        """Whether the parts of a filled layer may be given anew, one by one."""
+        """Whether the parts of a filled layer can be replaced one by one."""
         return True
 
     @property
     def together(self) -> bool:
-        """Whether they may, but each part's tensors only all at once."""
+        """Whether they can be replaced, but all tensors of a part only at once."""
         return False
 
-    def check(self, suffix: str, tensor: Tensor) -> None:  # noqa: B027 - plain numbers are all right
-        """Raise InvalidCheckpoint for numbers that `load_part` would refuse, before a filled layer is given any."""
+    def check(self, suffix: str, tensor: Tensor) -> None:  # noqa: B027 - plain numbers are always valid
+        """Raise InvalidCheckpoint for numbers that `load_part` would refuse, before any part of a filled layer is
+        replaced."""
 
     def stored(self, suffix: str) -> Stored:
-        """As `Weighted.stored`: floats, the output features first, unless a method says otherwise."""
+        """See `Weighted.stored`: floats with output features first, unless a method says otherwise."""
         return FLOATS
 
     @abstractmethod
     def create(self, layer: Weighted) -> None:
-        """Give the layer its parameters. Those of floating point take the model's type when it is allocated, unless
+        """Create the layer's parameters. Floating-point ones take the model's dtype when they are allocated, unless
         `dtypes` names them."""
 
     @abstractmethod
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
-        """As `models.weights.WeightOwner.expected_parts`."""
+        """See `models.weights.WeightOwner.expected_parts`."""
 
     @abstractmethod
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        """As `models.weights.WeightOwner.load_part`."""
+        """See `models.weights.WeightOwner.load_part`."""
 
     def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
-        """Return a rank's share of a checkpoint's tensor: `taken` of the features by which the layer is divided.
+        """Return a rank's share of a checkpoint's tensor: the slice `taken` of the features by which the layer is
+        divided.
 
-        What is added once, such as a bias behind the ranks' sum, only the `first` rank has; the others have zeros.
-        Only a method that is `by_row` is asked.
+        Only the `first` rank has numbers that are added once, such as a bias after the sum over ranks; the others have
+        zeros. Called only for methods that are `by_row`.
         """
         raise TypeError(f"{type(self).__name__} does not divide its tensors by row")
 
     @abstractmethod
     def batch_invariant(self) -> LinearMethod:
-        """Return the method over the same parameters whose products round every row alike, whatever the batch."""
+        """Return the method over the same parameters whose products round every row alike in any batch."""
 
     @abstractmethod
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [..., in] -> x weight^T + bias [..., out], in `out` if given."""
 
     def product_exact(self, layer: Weighted, x: Tensor) -> Tensor:
-        """Return `product` with a weight and bias of float32 as float32, whatever the type of x."""
+        """Return `product` with a float32 weight and bias as float32, whatever the dtype of x."""
         return self.product(layer, x.float())
 
     def rounding(self, layer: Weighted) -> Rounding | None:
-        """Return how the layer's input is rounded before the product, so that the op that makes it may do so; None
-        where the input is taken as it is. With one there is `product_rounded`."""
+        """Return how the layer's input is rounded before the product, so that the op that produces it may do so; None
+        if the input is used unrounded. Otherwise there is a `product_rounded`."""
         return None
 
     def product_of_rows(self, layer: Weighted, x: Tensor, rows: slice, *, out: Tensor | None = None) -> Tensor:
-        """Return columns `rows` of `product` [T, rows], of which those beyond its end mean nothing; in `out` if
-        given."""
+        """Return columns `rows` of `product` [T, rows], in `out` if given. Columns beyond its end are meaningless."""
         return _in_columns(self.product(layer, x)[:, rows], rows.stop - rows.start, out)
 
     def product_rounded(self, layer: Weighted, rows: RoundedRows) -> Tensor:
-        """Return `product` of rows that are rounded already, as `rounding` says [T, out]."""
+        """Return `product` of rows that are already rounded as `rounding` says [T, out]."""
         raise TypeError(f"{type(self).__name__} takes rows as they are")
 
     @abstractmethod
@@ -366,27 +368,28 @@ class LinearMethod(ABC):
         *,
         limit: float | None = None,
     ) -> Tensor:
-        """As `kernels.fused_experts`, with the weights and biases of two layers of this method."""
+        """Apply `kernels.fused_experts` with the weights and biases of two layers of this method."""
 
     def product_by_head(
         self, layer: Weighted, x: Tensor, features: slice, *, transposed: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return each head's own product with these of the `unit` output features that the weight has for it.
+        """Return each head's product with the `features` among the `unit` output features that the weight has for that
+        head.
 
-        x [T, H, in] -> [T, H, features]; transposed: x [T, H, features] -> [T, H, in]; in `out` if given. The weight
-        is found by a product with the unit matrix here, which a method does better that can undo its storage itself.
+        x [T, H, in] -> [T, H, features]; transposed: x [T, H, features] -> [T, H, in]; in `out` if given. The default
+        finds the weight by a product with the unit matrix; methods that can decode their storage do better.
         """
         identity = torch.eye(layer.in_features, dtype=x.dtype, device=x.device)
         weight = self.product(layer, identity).t()
         return kernels.linear_by_head(x, of_heads(weight, layer, features, transposed), out=out)
 
     def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
-        """Return activation(gate) * up of a product [..., gate then up] as one op; None where there is no such op."""
+        """Return activation(gate) * up of a product [..., gate then up] as one op; None if there is no such op."""
         return None
 
     def product_gated_rounded(self, layer: Weighted, rows: RoundedRows, activation: Activation) -> Tensor | None:
-        """Return `product_gated` of rows that are rounded already, as `rounding` says; None where the gate is better
-        taken with the rounding behind it."""
+        """Return `product_gated` of rows that are already rounded as `rounding` says; None if it is faster to compute
+        the gate separately, together with the next rounding."""
         return None
 
     def product_rope_fill_kv(
@@ -401,12 +404,13 @@ class LinearMethod(ABC):
         num_kv_heads: int,
         head_dim: int,
     ) -> Tensor | None:
-        """As `kernels.rope_fill_kv` of the product, as one op; None, with nothing written, where there is no such."""
+        """Apply `kernels.rope_fill_kv` to the product as one op; return None and write nothing if there is no such
+        op."""
         return None
 
 
 class Unquantized(LinearMethod):
-    """A parameter `weight` of the model's type, and `bias` if the layer has one, as checkpoints store them."""
+    """A parameter `weight` in the model's dtype, and `bias` if the layer has one, stored as in checkpoints."""
 
     by_row = True
     _linear = staticmethod(kernels.linear)
@@ -519,12 +523,12 @@ class Unquantized(LinearMethod):
 
 
 class BatchInvariant(Unquantized):
-    """The same parameters, with products whose sums are taken in an order that the weight's shape alone decides."""
+    """The same parameters, with products whose order of summation depends only on the weight's shape."""
 
     _linear = staticmethod(kernels.linear_invariant)
     _linear_by_head = staticmethod(kernels.linear_by_head_invariant)
     _fused_experts = staticmethod(kernels.fused_experts_invariant)
-    # These ops take their sums in another order.
+    # These ops sum in a different order.
     product_exact = LinearMethod.product_exact
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv
@@ -534,13 +538,13 @@ UNQUANTIZED, BATCH_INVARIANT = Unquantized(), BatchInvariant()
 
 
 def of_heads(weight: Tensor, layer: Weighted, features: slice, transposed: bool) -> Tensor:
-    """Return a weight [out, in] as `kernels.linear_by_head` takes it."""
+    """Return a weight [out, in] in the form that `kernels.linear_by_head` takes."""
     heads = weight.view(-1, layer.unit, weight.shape[-1])[:, features]
     return heads.transpose(1, 2) if transposed else heads
 
 
 def _in_columns(part: Tensor, width: int, out: Tensor | None) -> Tensor:
-    """Return part [T, n] as the first columns of `width` ones, in `out` if given."""
+    """Return part [T, n] as the first of `width` columns, in `out` if given."""
     if out is None:
         return pad(part, (0, width - part.shape[1]))
     out[:, : part.shape[1]] = part

@@ -1,4 +1,4 @@
-"""LoRA adapters of a linear layer: each token's own, by the slot that its sequence's adapter has on the device."""
+"""LoRA adapters of a linear layer: each token's own, selected by the device slot of its sequence's adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTER_SLOTS = Column(
     padding=-1,
     of_slot=lambda start: start.adapter_slot,
 )
-"""-1 is a token without an adapter."""
+"""-1 for a token without an adapter."""
 
 
 class LayerAdapters:

@@ -1,4 +1,4 @@
-"""Mamba: a selective state space of each feature, in attention's place (Gu and Dao, arXiv 2312.00752)."""
+"""Mamba: a selective state space per feature, instead of attention (Gu and Dao, arXiv 2312.00752)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Mamba"]
 
 
 class FeatureStates(Owner):
-    """What each feature has of its own. Always float32."""
+    """The parameters of each feature. Always float32."""
 
     parameter_dtype = torch.float32
 
@@ -29,10 +29,12 @@ class FeatureStates(Owner):
 
 
 class Mamba(StateLayer):
-    """x [T, hidden] -> [T, hidden]: the inputs pass a short convolution; what they write, what they read and their
-    steps are maps of them, each behind a norm in some models (Jamba, Falcon Mamba). The result is gated.
+    """x [T, hidden] -> [T, hidden]: the inputs go through a short convolution. What they write and read, and their step
+    sizes, are linear maps of the result, each followed by a norm in some models (Jamba, Falcon Mamba). The output is
+    gated.
 
-    The state is the latest inputs of the convolution, in the model's type, and that of the features [N, C], in float32.
+    The state consists of the latest inputs of the convolution, in the model's dtype, and the features' states [N, C],
+    in float32.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Mamba(StateLayer):
         bias: bool,
         norm: Callable[[int], nn.Module],
     ) -> None:
-        """`state_size` numbers of a state for each of `inner_size` features; steps are made of `step_rank` numbers.
-        `norm` makes those of the maps, from their size."""
+        """`state_size`: numbers in a state of each of `inner_size` features. `step_rank`: rank of the map to step
+        sizes. `norm` makes the norms of the maps, given their size."""
         super().__init__()
         self.layer = layer
         self.sizes = [step_rank, state_size, state_size]
@@ -63,7 +65,7 @@ class Mamba(StateLayer):
         self.cache_spec = StateSpec((self.conv.state_shape, (state_size, inner_size)), (None, torch.float32))
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        """`sampled`: return only these rows [R, hidden]; the states of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: kernels.States = step.caches[self.layer]
         inputs, memory = cache.tensors

@@ -1,4 +1,4 @@
-"""Mamba-2: a state space that follows the tokens, in attention's place (Dao and Gu, arXiv 2405.21060)."""
+"""Mamba-2: a state space over the tokens, instead of attention (Dao and Gu, arXiv 2405.21060)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["GroupedNorm", "Mamba2", "StateSpace"]
 
 
 class StateSpace(Owner):
-    """What each head has of its own. Always float32."""
+    """The parameters of each head. Always float32."""
 
     parameter_dtype = torch.float32
 
     def __init__(self, num_heads: int, least: float = 0.0) -> None:
-        """`least`: no step is smaller."""
+        """`least`: minimum step size."""
         super().__init__()
         self.least = least
         self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
@@ -29,13 +29,14 @@ class StateSpace(Owner):
         self.skip = nn.Parameter(torch.empty(num_heads), requires_grad=False)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """steps [T, H] -> (logarithms of what stays of the state, at most 0, and the steps' sizes), float32 [T, H]."""
+        """steps [T, H] -> (logarithms of the fraction of the state that stays, at most 0, and step sizes), float32 [T,
+        H]."""
         sizes = kernels.softplus(steps.float() + self.step_bias).clamp(min=self.least)
         return -self.log_rate.exp() * sizes, sizes
 
 
 class GroupedNorm(Owner):
-    """Root mean square norm of each group of neighbouring features, of x [T, size] times silu of a gate."""
+    """RMS norm, over each group of neighbouring features, of x [T, size] times silu of a gate."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -49,10 +50,11 @@ class GroupedNorm(Owner):
 
 
 class Mamba2(StateLayer):
-    """x [T, hidden] -> [T, hidden]: inputs, and what writes and reads the state, pass a short convolution, then
-    `kernels.state_space`, whose result is gated and normalised.
+    """x [T, hidden] -> [T, hidden]: the inputs, and the vectors that write and read the state, go through a short
+    convolution, then `kernels.state_space`, whose result is gated and normalised.
 
-    The state is the latest inputs of the convolution, in the model's type, and the memory [H, N, P], in float32.
+    The state consists of the latest inputs of the convolution, in the model's dtype, and the memory [H, N, P], in
+    float32.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class Mamba2(StateLayer):
         norm_eps: float,
         least_step: float = 0.0,
     ) -> None:
-        """`num_groups` of heads share what writes and reads their states, of `state_size` numbers for each of a head's
-        `head_dim` features; no step is smaller than `least_step`."""
+        """`num_groups`: groups of heads that share the vectors that write and read their states. `state_size`: numbers
+        per feature of a head, of which there are `head_dim`. `least_step`: minimum step size."""
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_groups = num_heads, num_groups
@@ -87,7 +89,7 @@ class Mamba2(StateLayer):
         self.cache_spec = StateSpec((self.conv.state_shape, memory), (None, torch.float32))
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        """`sampled`: return only these rows [R, hidden]; the states of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: kernels.States = step.caches[self.layer]
         inputs, memory = cache.tensors
@@ -115,6 +117,6 @@ class Mamba2(StateLayer):
         return out
 
     def _project(self, x: Tensor, step: StepInputs) -> Tensor:
-        """-> [T, sum(sizes)]: gates, what the convolution takes, and steps."""
+        """x -> [T, sum(sizes)]: gates, inputs of the convolution, and steps."""
         projected: Tensor = self.inputs(x, step)
         return projected

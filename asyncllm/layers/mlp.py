@@ -49,7 +49,7 @@ class GatedMLP(Layer):
 
 
 class ScaledMLP(GatedMLP):
-    """As `GatedMLP`, with a factor of the gate in front of its activation, and one of the result (Falcon-H1)."""
+    """Like `GatedMLP`, with one factor on the gate before its activation and one on the result (Falcon-H1)."""
 
     def __init__(self, *sizes: int, gate_scale: float, scale: float, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -66,8 +66,8 @@ class ScaledMLP(GatedMLP):
 
 
 class SparseMLP(GatedMLP):
-    """As `GatedMLP`; of the gate, only what lies above the mean by so many standard deviations of the token's is left
-    (Gemma 3n)."""
+    """Like `GatedMLP`, but of the gate it keeps only the excess over the mean plus some standard deviations of the
+    token's features (Gemma 3n)."""
 
     def __init__(self, *sizes: int, deviations: float, **options: Any) -> None:
         super().__init__(*sizes, **options)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, stacked SwiGLU experts, and an MLP that all tokens share."""
+"""Mixture of experts: a router, stacked SwiGLU experts, and a shared MLP for all tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Correction", "ExactRouter", "MoE"]
 
 
 class ExactRouter(Linear):
-    """A router whose weight and logits are float32, whatever the model's type: rounded logits choose other experts.
-    Adapters and images change none."""
+    """A router with float32 weight and logits regardless of the model's dtype: rounded logits would choose other
+    experts. Adapters and images do not change it."""
 
     parameter_dtype = torch.float32
 
@@ -29,7 +29,7 @@ class ExactRouter(Linear):
 
 
 class Correction(Owner):
-    """What is added to the experts' scores when some are chosen, and not when they are weighted. Always float32."""
+    """Added to the experts' scores when experts are chosen, but not when they are weighted. Always float32."""
 
     parameter_dtype = torch.float32
 
@@ -39,12 +39,12 @@ class Correction(Owner):
 
 
 class MoE(Layer):
-    """x [T, hidden] -> [T, hidden]: each token's experts, chosen and weighted by `routing`, plus what they share.
+    """x [T, hidden] -> [T, hidden]: each token's experts, chosen and weighted by `routing`, plus the shared MLP.
 
-    `corrected`: a `Correction` has a part in the choice. `scaled_inputs`: the weights multiply what experts read, and
-    what they give is added up as it is. `shared_size`: inner features of an MLP for all tokens;
-    `shared_gate`: each token weighs it by the sigmoid of one more product. `bias`:
-    of router and experts; `limit`: of the experts' gate, as in `kernels.fused_experts`.
+    `corrected`: add a `Correction` when choosing. `scaled_inputs`: the weights multiply the experts' inputs, and the
+    outputs are summed unweighted. `shared_size`: inner features of an MLP for all tokens; `shared_gate`: weight it per
+    token by the sigmoid of another product. `bias`: of router and experts; `limit`: of the experts' gate, see
+    `kernels.fused_experts`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class MoE(Layer):
         self.limit = limit
 
     def divide_experts(self, group: RankGroup) -> None:
-        """Leave this layer, on the meta device, whole experts of the group's rank; to be called ahead of `divide`.
-        Raises UnsupportedModel where the numbers do not allow it."""
+        """Reduce this layer, on the meta device, to the whole experts of the group's rank. Call it before `divide`.
+        Raises UnsupportedModel if the experts cannot be divided evenly."""
         for weights in (self.gate_up, self.down):
             weights.divide_experts(group)
 
@@ -85,7 +85,8 @@ class MoE(Layer):
         weights, expert_ids = self._routed(x, step)
         own = self.gate_up.own_experts
         if own is not None:
-            # All ranks have all tokens; those of other experts get nothing here, and the sum has each once.
+            # All ranks have all tokens. Tokens of other ranks' experts get zeros here, and the sum over ranks has each
+            # once.
             elsewhere = (expert_ids < own.start) | (expert_ids >= own.stop)
             weights = weights.masked_fill(elsewhere, 0.0)
             expert_ids = (expert_ids - own.start).masked_fill_(elsewhere, -1)
@@ -98,16 +99,16 @@ class MoE(Layer):
         return chosen.add_(shared)
 
     def _routed(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """As `kernels.route`, of x [T, hidden]."""
+        """Apply `kernels.route` to x [T, hidden]."""
         correction = None if self.correction is None else self.correction.bias
         return kernels.route(self.router(x, step), self.routing, correction)
 
     def _read(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Return what experts read of x [T, hidden]."""
+        """Return the experts' input, from x [T, hidden]."""
         return x
 
     def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
-        """Return [T, hidden] of what experts give."""
+        """Return the layer's output [T, hidden], from the experts' output."""
         return chosen
 
     def _chosen(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:

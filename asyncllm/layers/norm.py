@@ -1,4 +1,4 @@
-"""What a norm is, and root mean square norms."""
+"""The interface of norms, and RMS norms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Norm(Owner):
     """A norm of the last axis, times a weight."""
 
     stored_less: ClassVar[float] = 0.0
-    """By how much less than the weight is what checkpoints store."""
+    """The difference between the weight and the number that checkpoints store."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Norm(Owner):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x [..., size], of the same type."""
+        """Return the norm of x [..., size], of the same dtype."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,10 +48,10 @@ class Norm(Owner):
 
 
 class RMSNorm(Norm):
-    """Divided by the root of the mean square."""
+    """Divides by the root mean square."""
 
     ranks: RankGroup | None = None
-    """Those of which x is a share in `add` and `add_rounded`, which take their sum."""
+    """The ranks over which `add` and `add_rounded` sum x, if x is a summand."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
@@ -68,7 +68,7 @@ class RMSNorm(Norm):
 
 
 class NoNorm(Norm):
-    """x as it is, in the place of a norm."""
+    """Returns x unchanged, instead of a norm."""
 
     def __init__(self) -> None:
         Layer.__init__(self)
@@ -82,7 +82,7 @@ class NoNorm(Norm):
 
 
 class UnitNorm(Layer):
-    """Root mean square norm of the last axis without a weight (Llama 4's queries and keys)."""
+    """RMS norm of the last axis without a weight (Llama 4's queries and keys)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -94,14 +94,15 @@ class UnitNorm(Layer):
 
 @cache
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weight of a norm without one [size]."""
+    """Return a weight of ones [size], for a norm without a weight."""
     return torch.ones(size, dtype=dtype, device=device)
 
 
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm whose checkpoint stores weight - 1 (Gemma).
 
-    One is added at load, and the sum stays float32: bfloat16 keeps 8 bits of 1 + w, and Gemma scales in float32.
+    One is added at load, and the sum stays float32, because bfloat16 keeps only 8 bits of 1 + w and Gemma scales in
+    float32.
     """
 
     parameter_dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Experts beside an MLP, each with norms of its own (Gemma 4)."""
+"""Experts in parallel with an MLP, each with its own norms (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NormedMoE"]
 
 
 class NormedRouter(Layer):
-    """x [T, hidden] -> logits [T, experts] of its norm, over the root of the hidden size."""
+    """x [T, hidden] -> logits [T, experts] of its norm, divided by the root of the hidden size."""
 
     def __init__(self, hidden_size: int, num_experts: int, *, norm_eps: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class NormedRouter(Layer):
 
 
 class ExpertScales(Owner):
-    """A factor of each expert's weight. Always float32."""
+    """A factor on each expert's weight. Always float32."""
 
     parameter_dtype = torch.float32
 
@@ -41,8 +41,8 @@ class ExpertScales(Owner):
 
 
 class NormedMoE(MoE):
-    """As `MoE`, with GELU in the gates, norms of what the router reads, experts read, and they give together; the
-    weights, renormalised, are scaled by expert."""
+    """Like `MoE`, with GELU gates and norms of the router's input, the experts' input and their summed output; the
+    renormalised weights are scaled by expert."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, num_experts: int, routing: Routing, norm_eps: float

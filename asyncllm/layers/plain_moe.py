@@ -17,18 +17,19 @@ __all__ = ["PlainMoE"]
 
 class _PlainExperts(Weighted):
     def attach(self, method: LinearMethod) -> None:
-        """Take a method. Raises UnsupportedModel for a quantization, whose kernels have a gate."""
+        """Take a method. Raises UnsupportedModel for a quantization, whose kernels need a gate."""
         if not isinstance(method, Unquantized):
             raise UnsupportedModel(
-                f"The model's experts have no gate, and are not implemented as {method.name} weights. Use a checkpoint "
-                "of it in bfloat16."
+                f"The model's experts have no gate, and are not implemented for {method.name} weights. Use a bfloat16 "
+                "checkpoint of it."
             )
         super().attach(method)
 
 
 class PlainMoE(MoE):
-    """As `MoE` with a correction, of experts and a shared MLP that are plain. `latent_size`: experts read a map of the
-    token of so many features, and the sum of what they give is mapped back. `bias`: of these maps and the shared MLP.
+    """Like `MoE` with a correction, but with plain experts and a plain shared MLP. `latent_size`: experts read a
+    projection of the token to this size, and the sum of their outputs is projected back. `bias`: of these projections
+    and the shared MLP.
     """
 
     def __init__(

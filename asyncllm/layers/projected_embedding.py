@@ -1,4 +1,4 @@
-"""Embeddings from a table that is narrower than the model, which is the output embedding too (OPT-350M)."""
+"""Embeddings from a table narrower than the model, which is also the output embedding (OPT-350M)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ProjectedEmbedding", "ProjectedOutputEmbedding"]
 
 
 class ProjectedEmbedding(Layer):
-    """Rows of a narrow table, made as wide as the model. ids [T] int64 -> [T, hidden]."""
+    """Rows of a narrow table, projected to the model's width. ids [T] int64 -> [T, hidden]."""
 
     def __init__(self, vocab_size: int, table_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ProjectedEmbedding(Layer):
 
 
 class ProjectedOutputEmbedding(Layer):
-    """hidden [R, hidden] -> logits [R, vocab]: made as narrow as the table, and multiplied by it."""
+    """hidden [R, hidden] -> logits [R, vocab]: projected to the table's width, then multiplied by the table."""
 
     def __init__(self, embedding: ProjectedEmbedding, hidden_size: int) -> None:
         super().__init__()

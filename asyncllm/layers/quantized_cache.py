@@ -1,4 +1,4 @@
-"""Quantized caches: what layers declare, in fewer bits. Layers and models know of none; their ops take either."""
+"""Quantized caches: cache specs with fewer bits. Layers and models do not know of them; their ops take either kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["QuantizedKVSpec", "quantized"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKVSpec:
-    """Keys and values of every token, by KV head, in codes, and a range for each: a `QuantizedKV`."""
+    """Keys and values of every token, by KV head, as codes with a range each: a `QuantizedKV`."""
 
     num_kv_heads: int
     head_dim: int
@@ -36,9 +36,9 @@ class QuantizedKVSpec:
 
 
 def quantized(spec: CacheSpec, form: KVFormat) -> CacheSpec:
-    """Return the cache that a layer has in the place of the one that it declares.
+    """Return the quantized version of a cache spec.
 
-    States are few, and stay as they are. Raises UnsupportedFeature where there is no such cache.
+    States are few and stay unquantized. Raises UnsupportedFeature if there is no quantized version.
     """
     if isinstance(spec, StateSpec):
         return spec
@@ -46,8 +46,8 @@ def quantized(spec: CacheSpec, form: KVFormat) -> CacheSpec:
         return replace(spec, kept=quantized(spec.kept, form))
     if not isinstance(spec, PagedKVSpec):
         raise UnsupportedFeature(
-            "quant_policy: the model keeps one latent per token for the keys and values of all heads, and a rotated "
-            "key of another range behind it. It is small already, and each error in it would be one of every head. Use "
+            "quant_policy: the model stores one latent per token for the keys and values of all heads, followed by a "
+            "rotated key of a different range. It is already small, and an error in it would affect every head. Use "
             "quant_policy=0.",
             "quant_policy",
         )

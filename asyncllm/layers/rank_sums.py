@@ -1,4 +1,4 @@
-"""Where ranks' shares of a sum are added up: by the layer that computed them, or by the norm that follows it."""
+"""Where ranks' partial results are summed: in the layer that computed them, or in the norm that follows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
 
 __all__ = ["sum_in_norms"]
 
-# A subclass may do more to the sum.
+# A subclass may do more with the sum.
 _NORMS = (RMSNorm, OffsetRMSNorm)
 _ATTENTION = (Attention, ChunkedAttention, GatedAttention, LatentAttention)
 
 
 def sum_in_norms(blocks: Sequence[nn.Module], last: nn.Module, group: RankGroup) -> None:
-    """Have the norms of divided `blocks`, and the `last` one behind them, add up what the ranks' branches in front of
-    them give, where nothing lies between.
+    """Let the norms of divided `blocks`, and the `last` norm after them, sum the partial results of the preceding
+    branches, if nothing lies between.
 
-    What is in front of the last block is added up by the layer that it comes from, as callers want the stream there.
+    The layer itself sums the branch before the last block, because callers need the stream there.
     """
     for index, block in enumerate(blocks):
         if type(block) is not Block or block.scale is not None:
@@ -42,7 +42,7 @@ def sum_in_norms(blocks: Sequence[nn.Module], last: nn.Module, group: RankGroup)
 
 
 def _sum_in(norm: nn.Module, branch: nn.Module, group: RankGroup) -> None:
-    """Have the norm add up what ends in the branch, if there is such a norm and all that ends there is shares."""
+    """Let the norm sum the branch's output, if there is such a norm and the output consists only of partial results."""
     products = _last_products(branch)
     if (
         isinstance(norm, RMSNorm)
@@ -56,7 +56,7 @@ def _sum_in(norm: nn.Module, branch: nn.Module, group: RankGroup) -> None:
 
 
 def _last_products(branch: nn.Module) -> list[Weighted]:
-    """Return the products whose sum the branch gives as it is; none where that is not known."""
+    """Return the products whose sum is the branch's unchanged output; empty if that is unknown."""
     if type(branch) in _ATTENTION:
         return [branch.out]  # type: ignore[list-item]
     if type(branch) in (GatedMLP, PlainMLP):

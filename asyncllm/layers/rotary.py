@@ -1,16 +1,16 @@
 """Rotary position embedding: cosines and sines of a step's positions, under every supported scaling.
 
-Scalings change the inverse frequencies theta^(-2i/R), which is all that a scaling is, besides an attention factor that
-multiplies cosines and sines:
+A scaling changes the inverse frequencies theta^(-2i/R), and may have an attention factor that multiplies cosines and
+sines:
 
     linear    divided by `factor` (Chen et al., 2023)
     dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware):
               theta * (factor * L / max - (factor - 1)) ^ (R / (R - 2)).
-              A sequence keeps the base of its prompt, as its cached keys do.
+                            A sequence keeps the base of its prompt, because its cached keys do.
     qwen      the same by steps: the growth is 2^ceil(log2(L / max) + 1) - 1, at least 1 (Qwen's first generation)
     yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
     llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
-    proportional  the first `turned` of the head's pairs are turned, the others stay (Gemma 4)
+        proportional  the first `turned` pairs of a head are rotated, the others are not (Gemma 4)
     longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
 """
 
@@ -32,13 +32,13 @@ from asyncllm.layers.step_inputs import Column, StepInputs
 __all__ = ["ROPE_LENS", "LogScaling", "QueryScaling", "RopeConfig", "RopeKind", "RotaryEmbedding"]
 
 ROPE_LENS = Column(name="rope_lens", dtype=torch.int64, per="token", padding=1, of_slot=lambda start: start.num_prompt)
-"""The prompt length of each token's sequence, which fixes its dynamic NTK base."""
+"""The prompt length of each token's sequence, which determines its dynamic NTK base."""
 
 RopeKind = Literal["default", "linear", "dynamic", "qwen", "yarn", "llama3", "longrope", "proportional"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotary embedding, checked by `models.config`. Fields that a kind does not name are not read for it."""
+    """A rotary embedding, checked by `models.config`. A kind reads only the fields that name it."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
@@ -65,21 +65,21 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float = 1.0
     """yarn, longrope: multiplies cosines and sines."""
     axes: tuple[int, ...] = ()
-    """Positions have axes, time, rows and columns: by which each of the R/2 pairs turns. Empty: by the one position.
-    All by the first: that has what images move."""
+    """For each of the R/2 pairs, the axis (time, row, column) whose position rotates it. Empty: the token's single
+    position. All 0: the position along time, which images shift."""
 
     @property
     def by_prompt(self) -> bool:
-        """Whether the length of its prompt has a part in how a sequence is turned."""
+        """Whether a sequence's rotation depends on the length of its prompt."""
         return self.kind in ("dynamic", "qwen")
 
 
 class LogScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries behind the first `length` tokens are scaled by the logarithm of their place to that base (Su, 2021)."""
+    """Scales queries beyond the first `length` tokens by the logarithm of their position to that base (Su, 2021)."""
 
     length: int
     unturned: ClassVar[bool] = False
-    """As in `QueryScaling`."""
+    """See `QueryScaling`."""
 
     def scales(self, positions: Tensor) -> Tensor:
         """positions [T], counted from 0 -> [T, 1, 1] float32."""
@@ -87,14 +87,14 @@ class LogScaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How queries grow with their position, counted from 0, so that scores of long contexts do not flatten out: by
-    1 + weight * log of 1 + floor((position + ahead) / length) (Llama 4)."""
+    """Scales queries with their position, counted from 0, so that scores in long contexts do not flatten out: by 1 +
+    weight * log of 1 + floor((position + ahead) / length) (Llama 4)."""
 
     length: int
     weight: float
     ahead: int = 0
     unturned: bool = False
-    """Only layers whose queries and keys are not turned scale them."""
+    """Whether only layers without rotation scale queries."""
 
     def scales(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 1, 1] float32."""
@@ -103,10 +103,10 @@ class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotaryEmbedding(Layer):
-    """A step -> the rotation of its tokens, once for all layers."""
+    """Computes the rotation of a step's tokens, once for all layers."""
 
     columns: tuple[Column, ...]
-    """What this embedding reads of a step besides the positions."""
+    """The step columns that this embedding reads besides the positions."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ class RotaryEmbedding(Layer):
         config = self.config
         frequencies = self._dynamic_frequencies(step[ROPE_LENS]) if config.by_prompt else self.inv_freq
         if config.axes:
-            # Each pair turns by a position of its own, which goes into its frequency.
+            # Each pair is rotated by its own position, which is folded into its frequency.
             along = axis_positions(step)[self.axes].T
             return kernels.rotation(torch.ones_like(step.positions), along * frequencies, config.attention_factor)
         return kernels.rotation(step.positions, frequencies, config.attention_factor)
 
     def _dynamic_frequencies(self, rope_lens: Tensor) -> Tensor:
-        """[T] -> [T, R/2]. The base is computed in float64, as an integer length divided by an integer is in Python."""
+        """[T] -> [T, R/2]. The base is computed in float64, like the quotient of two Python integers."""
         config = self.config
         lengths = rope_lens.double().clamp_(min=config.original_max_position)
         if config.kind == "qwen":
@@ -165,10 +165,11 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, else blend."""
+    """Divide wavelengths above original / low_freq_factor, keep those below original / high_freq_factor, blend
+    between."""
     rotations = config.original_max_position * frequencies / (2 * math.pi)
     kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    # Where the bounds are one, nothing lies between them.
+    # If the bounds are equal, nothing lies between them.
     kept = kept.clamp(0, 1).nan_to_num(0.0)
     return (1 - kept) * frequencies / config.factor + kept * frequencies
 

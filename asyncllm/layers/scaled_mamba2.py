@@ -1,4 +1,4 @@
-"""Mamba-2 with multipliers, and with the gate behind the norm or without a norm (Falcon-H1)."""
+"""Mamba-2 with multipliers, and with the gate after the norm or without a norm (Falcon-H1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.layers.step_inputs import StepInputs
 __all__ = ["Gate", "ScaledMamba2"]
 
 Gate = Literal["before_norm", "behind_norm", "alone"]
-"""Whether silu of the gate multiplies what is normalised, or the result, or there is no norm."""
+"""Where silu of the gate is applied: to the input of the norm, to its output, or without a norm."""
 
 
 class _Gate(nn.Module):
@@ -26,7 +26,7 @@ class _Gate(nn.Module):
 
 
 class _GatedBehind(GroupedNorm):
-    """Root mean square norm of each group of neighbouring features, of x [T, size]; times silu of a gate."""
+    """RMS norm over each group of neighbouring features of x [T, size], multiplied by silu of a gate."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         grouped = x.float().view(len(x), self.groups, -1)
@@ -45,8 +45,8 @@ class ScaledMamba2(Mamba2):
         out_bias: bool,
         **sizes: Any,
     ) -> None:
-        """`multipliers`: of the gate, the values, what writes, what reads, and the steps. `out_bias` is that of the
-        last product. `sizes`: the other arguments of `Mamba2`."""
+        """`multipliers`: of the gate, the values, the writing vectors, the reading vectors, and the steps. `out_bias`:
+        bias of the last product. `sizes`: the other arguments of `Mamba2`."""
         super().__init__(layer, hidden_size, **sizes)
         inner, shared = self.sizes[0], self.num_groups * self.state_size
         if gate == "alone":
@@ -58,7 +58,7 @@ class ScaledMamba2(Mamba2):
         self.multiplier: Tensor | None = None
 
     def place(self, device: torch.device) -> None:
-        """Put what no checkpoint stores on `device`."""
+        """Move tensors that no checkpoint stores to `device`."""
         self.multiplier = torch.cat([torch.full((size,), factor, device=device) for factor, size in self.multipliers])
 
     def _project(self, x: Tensor, step: StepInputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Heads that give a sequence scores: of labels, or how good it is."""
+"""Heads that score a sequence: for labels, or as a reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ScoreHead(Layer):
     """hidden states [R, hidden] after the final norm -> scores [R, labels], in float32."""
 
     def __init__(self, hidden_size: int, num_labels: int, *, inner: bool, bias: bool) -> None:
-        """`inner`: a layer of the same width with relu comes first (Qwen2.5-Math-RM)."""
+        """`inner`: precede the head by a layer of the same width with relu (Qwen2.5-Math-RM)."""
         super().__init__()
         self.inner = Linear(hidden_size, hidden_size, shard="replicated", bias=True) if inner else None
         self.out = Linear(hidden_size, num_labels, shard="replicated", bias=bias)

@@ -1,4 +1,4 @@
-"""Attention whose keys serve twice: as values of the same layer, or together with them in later layers."""
+"""Attention that uses keys twice: as values of the same layer, or with the values in later layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BorrowingAttention", "NormedValueAttention"]
 
 
 class _PartialQKVLinear(QKVLinear):
-    """Some of the projections q, k and v: the first ones."""
+    """The first ones of the projections q, k and v."""
 
     def __init__(self, in_features: int, config: AttentionConfig, *, parts: str) -> None:
         """`parts`: "q" or "qk"."""
@@ -34,7 +34,7 @@ class _PartialQKVLinear(QKVLinear):
             return
         MergedLinear.divide(self, group)
         self.num_heads = (self.rows["q"].stop - self.rows["q"].start) // self.head_dim
-        # The layer that has the keys divides them in the same way, or refuses to.
+        # The layer that owns the keys divides them in the same way, or refuses to.
         self.num_kv_heads = max(1, self.num_kv_heads // group.size)
 
     def rope_fill_kv(self, x: Tensor | RoundedRows, rotation: Rotation, cache: KVCache, plan: Tensor) -> Tensor | None:
@@ -42,8 +42,8 @@ class _PartialQKVLinear(QKVLinear):
 
 
 class NormedValueAttention(Attention):
-    """As `Attention` with norms of each head; values are normalised too, without a weight. With `keys_as_values` they
-    are the projected keys in front of these norms."""
+    """Like `Attention` with norms of each head; values are normalised too, without a weight. With `keys_as_values` the
+    values are the projected keys before these norms."""
 
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig, *, keys_as_values: bool) -> None:
         super().__init__(layer, hidden_size, config)
@@ -61,8 +61,8 @@ class NormedValueAttention(Attention):
 
 
 class BorrowingAttention(Attention):
-    """As `Attention` with norms of queries, over the keys and values that another layer has written: `source`, with
-    heads, window and rotation as here."""
+    """Like `Attention` with norms of queries, over the keys and values written by another layer, `source`, with the
+    same heads, window and rotation."""
 
     def __init__(self, source: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__(source, hidden_size, config)

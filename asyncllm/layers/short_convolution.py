@@ -1,4 +1,4 @@
-"""Short convolutions over the latest tokens, whose inputs the cache keeps."""
+"""Short convolutions over the latest tokens, whose inputs are cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CausalConvolution", "ShortConvolution", "StateLayer"]
 
 
 class StateLayer(Layer):
-    """A layer in attention's place that carries a state from token to token. The whole of it is on every rank."""
+    """A layer that replaces attention and carries a state from token to token. It is whole on every rank."""
 
     layer: int
     cache_spec: CacheSpec
@@ -27,7 +27,7 @@ class CausalConvolution(Layer):
     """A convolution of each of `size` features over its latest `length` tokens."""
 
     def __init__(self, size: int, length: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
-        """`parts`: features that a checkpoint has in tensors of their own, in order; it has no bias then."""
+        """`parts`: features that a checkpoint stores in separate tensors, in order; there is no bias then."""
         super().__init__()
         self.parts = parts
         self.weight = nn.Parameter(torch.empty(size, length), requires_grad=False)
@@ -35,7 +35,7 @@ class CausalConvolution(Layer):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of the inputs that the next token needs."""
+        """Shape of the inputs that the next token needs."""
         size, length = self.weight.shape
         return length - 1, size
 
@@ -53,7 +53,7 @@ class CausalConvolution(Layer):
         parameter.copy_(tensor.view_as(parameter))
 
     def forward(self, x: Tensor, state: Tensor, plan: kernels.StatePlan, *, silu: bool) -> Tensor:
-        """As `kernels.short_convolution`."""
+        """Apply `kernels.short_convolution`."""
         return kernels.short_convolution(x, self.weight, self.bias, state, plan, silu=silu)
 
 
@@ -69,7 +69,7 @@ class ShortConvolution(StateLayer):
         self.cache_spec = StateSpec((self.conv.state_shape,), (None,))
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: what these rows get -> [R, hidden]; the states of all tokens are written."""
+        """`sampled`: return only these rows [R, hidden]; the states of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: kernels.States = step.caches[self.layer]
         before, behind, values = self.gates(x, step).chunk(3, -1)

@@ -1,4 +1,4 @@
-"""StepInputs: the one typed argument through which layers see the step, and the columns that it is made of."""
+"""StepInputs: the single typed argument through which layers see the step, and its columns."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = [
 class Column:
     """One input of a step: a number for each of its tokens, or for each of its rows.
 
-    This declaration is all that a further input takes. The agent computes its values on the host, brings them up with
-    the step, pads them to the size of a captured step, and splits them with a step that needs too much memory; a layer
-    that lists the column in its `columns` reads it as `step[column]`.
+    A further input needs nothing but this declaration. The agent computes its values on the host, uploads them with the
+    step, pads them to the size of a captured step, and splits them with a step that needs too much memory; a layer that
+    lists the column in its `columns` reads it as `step[column]`.
     """
 
     name: str
@@ -44,15 +44,16 @@ class Column:
     """int32, int64, float32 or float64."""
     per: Literal["token", "row"]
     padding: int = 0
-    """What tokens and rows get that only fill a captured step."""
+    """Value of the tokens and rows that only pad a captured step."""
     absent: int | None = None
-    """What a decode row that is absent from a captured step gets; `padding` unless given."""
+    """Value of a decode row that is absent from a captured step; `padding` unless given."""
     of_slot: Callable[[SlotStart], int | float] | None = None
-    """The value of a sequence for as long as it has its slot: all its tokens and rows have the same."""
+    """Returns the value of a sequence for as long as it has its slot; all its tokens and rows have this value."""
     of_step: Callable[[Batch, NDArray[Any]], NDArray[Any]] | None = None
-    """The values of a step, from its batch and the absolute positions of its tokens [T]. Decode rows come first."""
+    """Returns the values of a step, from its batch and the absolute positions of its tokens [T]. Decode rows come
+    first."""
     of_tables: bool = False
-    """Whether `agent.step` computes the values from its tables of slots: the columns that every model reads."""
+    """Whether `agent.step` computes the values from its per-slot tables, as for the columns that every model reads."""
 
     def __post_init__(self) -> None:
         sources = (self.of_slot is not None) + (self.of_step is not None) + self.of_tables
@@ -71,24 +72,24 @@ BLOCK_TABLES = Column(name="block_tables", dtype=torch.int32, per="row", of_tabl
 
 @cache
 def places_of(group: int) -> Column:
-    """Return the places of the step's tokens in a block group."""
+    """Return the column of the places of the step's tokens in a block group."""
     return PLACES if group == 0 else dataclasses.replace(PLACES, name=f"places_{group}")
 
 
 class JointTokens(NamedTuple):
-    """Tokens of a prefill row, one after the other, of which each sees all; and what is before them."""
+    """Consecutive tokens of a prefill row that all see each other, and the tokens before them."""
 
     row: int
     start: int
-    """The first one's index among the step's tokens, and"""
+    """Index of the first one among the step's tokens."""
     stop: int
-    """the index behind the last one's."""
+    """Index after the last one."""
     kv_len: int
-    """Tokens of the row up to the last of them."""
+    """Number of tokens in the row up to the last of them."""
 
 
 class GroupTables(NamedTuple):
-    """Where a step's tokens and rows are in one block group."""
+    """The places of a step's tokens and the block tables of its rows in one block group."""
 
     places: Tensor
     """[T] int64."""
@@ -98,11 +99,11 @@ class GroupTables(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """The tensors of one step, all on the model's device. Written by `agent.step`, read by layers, which keep their
-    plans here.
+    """The tensors of one step, all on the model's device. Written by `agent.step`, read by layers, which also store
+    their plans here.
 
-    T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. A captured step has room for
-    more: its last decode rows may be absent, without a token, and the tokens of the padding are a prefill row. N is the
+    T tokens belong to B rows. Decode rows (one token each) come first, then prefill rows. A captured step may be partly
+    empty: its last decode rows may be absent, without a token, and the padding tokens form a prefill row. N is the
     width of the block tables: at least the blocks of the longest row; entries past a row's own blocks are unspecified
     but valid ids.
     """
@@ -112,65 +113,66 @@ class StepInputs:
     positions: Tensor
     """[T] int64, absolute."""
     places: Tensor
-    """[T] int64: block id * block_size + offset in the block, where the token's K and V go. As `block_tables`, of the
-    first block group; `of_layer` has a layer's own."""
+    """[T] int64: block id * block_size + offset in the block, where the token's K and V are written. This and
+    `block_tables` are those of the first block group; `of_layer` returns a layer's own."""
     num_decode: int
     """How many of the B rows, the first ones, have a single token and read their whole context, or are absent."""
     q_offsets: Tensor
     """[B + 1] int32: row b owns tokens q_offsets[b] to q_offsets[b + 1]."""
     kv_lens: Tensor
-    """[B] int32: tokens of the row in the cache once this step has written its own; 0 of padding, -1 of a decode row
-    that is absent."""
+    """[B] int32: tokens of the row in the cache once this step has written its own; 0 for padding, -1 for an absent
+    decode row."""
     block_tables: Tensor
     """[B, N] int32."""
     max_q_len: int
-    """Most tokens of a prefill row; 1 when there is none."""
+    """Maximum number of tokens of a prefill row; 1 if there is none."""
     caches: Sequence[Any]
-    """By layer: what it keeps of the rows' tokens, as its `CacheSpec.cache` gives it."""
+    """By layer: its cache, as returned by `CacheSpec.cache`."""
     more_groups: Sequence[GroupTables] = ()
-    """Of the block groups after the first."""
+    """Tables of the block groups after the first."""
     layer_groups: Sequence[int] = ()
-    """By layer: its block group. Empty when there is one."""
+    """By layer: its block group. Empty if there is only one."""
     more: Mapping[Column, Tensor] = field(default_factory=dict)
-    """The columns that the model's layers ask for, [T] or [B] each."""
+    """The columns that the model's layers list, [T] or [B] each."""
     prompts: Sequence[tuple[int, int]] | None = None
-    """Tokens of each prefill row, and of its context, where the host knows them: a captured step serves others."""
+    """Number of tokens of each prefill row, and of its context; None if the host does not know them, as in a captured
+    step."""
     image_features: Tensor | None = None
-    """[F, hidden]: the features of the step's image tokens, in order; several times as wide where layers add theirs.
-    `layers.images` has each token's row."""
+    """[F, hidden]: the features of the step's image tokens, in order; several times as wide if layers add theirs.
+    `layers.images` computes each token's row."""
     num_image_tokens: int | None = None
-    """F, where all of the step's features are for its own tokens: not of parts of the step that `select` gives."""
+    """F, if all features belong to the step's own tokens; None for parts of a step made by `select`."""
     joint: Sequence[JointTokens] = ()
-    """Tokens that see each other, of images. Not of parts of the step that `select` gives."""
+    """Image tokens that see each other. Empty for parts of a step made by `select`."""
     adapted: bool = False
-    """Whether a token has an adapter, so that layers with adapters have to add theirs."""
+    """Whether any token has an adapter, so that layers with adapters have to add theirs."""
     batch_invariant: bool = False
-    """Whether a row's result may depend on nothing but the row: attention then takes the same steps for every row."""
+    """Whether a row's result may depend only on the row: attention then computes every row alike."""
     rotations: tuple[Rotation, ...] = field(default=(), init=False)
-    """How far the tokens are turned, by each of the model's rotary embeddings. Written by the model before its first
-    layer; this and what follows begins empty in a copy with other fields."""
+    """The rotation of the tokens, for each of the model's rotary embeddings. Written by the model before its first
+    layer. This field and the following ones are empty in a copy with other fields."""
     query_scale: Tensor | None = field(default=None, init=False)
-    """[T, 1, 1] float32: what multiplies the tokens' queries, in models that scale them by position. Written by the
-    model before its first layer."""
+    """[T, 1, 1] float32: factors of the tokens' queries, in models that scale them by position. Written by the model
+    before its first layer."""
     layer_inputs: Tensor | None = field(default=None, init=False)
-    """[T, layers, features]: what each layer has of the tokens besides the stream, in models whose layers have
-    embeddings of their own. Written by the model before its first layer."""
+    """[T, layers, features]: each layer's own inputs besides the stream, in models with per-layer embeddings. Written
+    by the model before its first layer."""
     image_tokens: Tensor | None = field(default=None, init=False)
-    """[F] int64: the tokens with features, in order. Written by the first layer that asks."""
+    """[F] int64: the tokens with features, in order. Written by the first layer that needs it."""
     attention_plans: dict[Hashable, tuple[DecodePlan | None, PrefillPlan | None]] = field(
         default_factory=dict, init=False
     )
-    """Attention window, or what else layers have in common -> the plans that they share, of the decode rows and of the
-    prefill rows. Written by the first of them."""
+    """Attention window, or another property that layers share -> their plans, for decode rows and for prefill rows.
+    Written by the first such layer."""
     cache_writes: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """Number of KV heads -> `kernels.plan_cache_write` of the places. Written by the first layer with as many."""
+    """Number of KV heads -> `kernels.plan_cache_write` of the places. Written by the first layer with that number."""
     state_plan: StatePlan | None = field(default=None, init=False)
-    """Where rows' states come from and go. Written by the first layer with a state."""
+    """Where rows' states are read and written. Written by the first layer with a state."""
     group_steps: dict[int, StepInputs] = field(default_factory=dict, init=False)
-    """Block group after the first -> the step as its layers see it. Written by the first of them."""
+    """Block group after the first -> the step as its layers see it. Written by the first such layer."""
 
     def __getitem__(self, column: Column) -> Tensor:
-        """Return the values of a column that a layer of this model asks for."""
+        """Return the values of a column that a layer of this model lists."""
         return self.more[column]
 
     def states(self, cache: States) -> StatePlan:
@@ -183,7 +185,7 @@ class StepInputs:
                 self.kv_lens,
                 self.block_tables,
                 cache.block_size,
-                # Pieces end where a step does: to the last bit, what a token gets depends on how prompts are cut.
+                # Pieces end where a step ends: with them, a token's exact result would depend on how prompts are cut.
                 num_serial=len(self.kv_lens) if self.batch_invariant else self.num_decode,
             )
             self.state_plan = plan
@@ -212,7 +214,7 @@ class StepInputs:
         max_q_len: int,
         kv_lens: Tensor | None = None,
     ) -> StepInputs:
-        """Return a step of these tokens and rows alone. `kv_lens`: other lengths than the rows have here."""
+        """Return a step with only these tokens and rows. `kv_lens`: lengths that replace those of the rows."""
 
         def taken(column: Column, values: Tensor) -> Tensor:
             return values[tokens if column.per == "token" else rows]
@@ -242,10 +244,10 @@ _OWN = (INPUT_IDS, POSITIONS, PLACES, KV_LENS, BLOCK_TABLES)
 
 @dataclass(slots=True, kw_only=True)
 class SampledRows:
-    """The tokens of a step whose hidden states are wanted, one each of R rows. The others' are not read after the last
-    layer has written their keys and values, so that the rest of that layer is a decode step of these rows."""
+    """The tokens of a step whose hidden states are needed, one for each of R rows. Other tokens are not needed once the
+    last layer has written their keys and values, so the rest of that layer is a decode step of these rows."""
 
     indices: Tensor
     """[R] int64: their indices among the step's tokens."""
     inputs: StepInputs
-    """The R rows as a decode step. Of its columns the last layer reads kv_lens, block tables and `more` alone."""
+    """The R rows as a decode step. The last layer reads only its kv_lens, block tables and `more`."""

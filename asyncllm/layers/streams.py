@@ -1,4 +1,4 @@
-"""Where the residual streams of AltUp (`alternating_updates`) begin and end."""
+"""The beginning and the end of AltUp's residual streams (`alternating_updates`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncllm.layers.step_inputs import StepInputs
 __all__ = ["MergingNorm", "Spread"]
 
 _LEAST = 1e-5
-"""Of a mean square that something is divided by the root of."""
+"""Lower bound of a mean square under a root in a denominator."""
 
 
 class Spread(Layer):
-    """x [T, hidden] -> [T, S * hidden]: x, and products of it of the same magnitude."""
+    """x [T, hidden] -> [T, S * hidden]: x, and products of x scaled to its magnitude."""
 
     def __init__(self, hidden_size: int, streams: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Spread(Layer):
 
 
 class MergingNorm(Norm):
-    """The norm of the streams' mean, each but the first as a product of the first's magnitude."""
+    """The norm of the streams' mean, where each stream but the first is a product scaled to the first's magnitude."""
 
     def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:
         Layer.__init__(self)

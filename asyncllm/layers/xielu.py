@@ -1,4 +1,4 @@
-"""The plain MLP with the activation xIELU, whose curvature is learned (Huang and Schlag, arXiv 2411.13010)."""
+"""The plain MLP with xIELU, an activation of learned curvature (Huang and Schlag, arXiv 2411.13010)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["XIELU", "XIELUMLP"]
 
 
 class XIELU(Owner):
-    """alpha_p x^2 + beta x above 0; below, alpha_n (e^x - 1 - x) + beta x. In float32, and rounded once.
+    """alpha_p x^2 + beta x above 0; below, alpha_n (e^x - 1 - x) + beta x. Computed in float32, and rounded once.
 
-    Stored are what softplus makes alpha_p of, and what it makes alpha_n - beta of.
+    The stored parameters are the softplus inputs for alpha_p and for alpha_n - beta.
     """
 
     parameter_dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Checkpoint: the safetensors files of a model folder, validated before a byte of any tensor is used.
+"""Checkpoint: the safetensors files of a model folder, validated before any tensor data is used.
 
 The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data that
 the offsets count from (https://huggingface.co/docs/safetensors). Sharded checkpoints add `model.safetensors.index.json`
@@ -29,14 +29,14 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000
-"""The cap of the safetensors library itself; the headers of real shards are below 5 MB."""
+"""The limit of the safetensors library itself; headers of real shards are below 5 MB."""
 
 MAX_DIMENSION = 2**63 - 1
 MAX_DIMENSIONS = 64
-"""What torch allows in one tensor."""
+"""Maximum number of dimensions of a torch tensor."""
 
 COMPARED_ROWS = 4096
-"""Rows of two tables that are compared at once: some 100 MB of float32 for the widest models."""
+"""Number of rows of two tables compared at once: some 100 MB of float32 for the widest models."""
 
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -52,22 +52,23 @@ FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies. `start` and `end` are bytes from the end of the header; `dtype` is the format's name."""
+    """Where one tensor is stored. `start` and `end` are bytes from the end of the header; `dtype` is the format's
+    name."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: Path
     data_start: int
-    """Where the header ends in the file."""
+    """Position in the file at which the header ends."""
     start: int
     end: int
     stride: int = 0
-    """Of some columns of a matrix: bytes from one of their rows to the next. Else nothing lies between."""
+    """For some columns of a matrix, the bytes from one of their rows to the next; otherwise the rows are contiguous."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Number of bytes of its data."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def part(self, axis: int, taken: slice) -> TensorEntry:
@@ -85,7 +86,7 @@ class TensorEntry:
 class Checkpoint:
     """The tensors of a model folder: one `model.safetensors`, or the shards of `model.safetensors.index.json`.
 
-    When a folder has both, the single file is read, as the hub's own readers do. Files are open only inside `read`.
+    If a folder has both, the single file is read, as the hub's own readers do. Files are open only inside `read`.
     """
 
     def __init__(self, folder: Path, entries: Iterable[TensorEntry]) -> None:
@@ -102,7 +103,7 @@ class Checkpoint:
         """
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds config.json and the weights.")
-        # A link without its target, as an interrupted download leaves, must be named and not passed over.
+        # A link without its target, as left by an interrupted download, must be reported rather than passed over.
         if os.path.lexists(folder / WEIGHTS_NAME):
             return cls(folder, read_header(folder / WEIGHTS_NAME).values())
         if os.path.lexists(folder / INDEX_NAME):
@@ -111,13 +112,13 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, without headers."""
+        """Number of bytes of all tensors, without headers."""
         return sum(entry.end - entry.start for entry in self.tensors.values())
 
     def read(self, names: Iterable[str] | None = None) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield (name, CPU tensor) file by file, in the order of the data, for `names` or for all tensors.
+        """Yield (name, CPU tensor) file by file, in data order, for `names` or for all tensors.
 
-        A tensor is a view of the memory-mapped file: copy what must outlive its file, and never write to it.
+        A tensor is a view of the memory-mapped file: copy it if it must outlive the file, and never write to it.
 
         Raises:
             InvalidCheckpoint: a file has vanished or changed since it was validated.
@@ -136,9 +137,9 @@ class Checkpoint:
                 raise unreadable(file, error) from error
 
     def equal(self, first: str, second: str) -> bool:
-        """Return whether two matrices hold the same numbers. They are read by rows up to the first difference.
+        """Return whether two matrices are equal. They are read by rows up to the first difference.
 
-        Raises InvalidCheckpoint as `read` does.
+        Raises InvalidCheckpoint like `read`.
         """
         entries = [self.tensors[name] for name in (first, second)]
         if entries[0].shape != entries[1].shape or len(entries[0].shape) != 2:
@@ -157,7 +158,7 @@ class Checkpoint:
 
 
 def unreadable(file: Path, why: object) -> InvalidCheckpoint:
-    """Return the error for data that cannot be read behind a header that could."""
+    """Return the error for data that cannot be read although the header could."""
     return InvalidCheckpoint(
         f"{file} could not be read ({why}), although its header was valid. "
         f"Check that nothing rewrites the folder while it is loaded."
@@ -167,8 +168,8 @@ def unreadable(file: Path, why: object) -> InvalidCheckpoint:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """Validate the header of one safetensors file and return its tensors by name.
 
-    Checked: header length against the file size, JSON without duplicate keys, known dtypes, sane shapes, and data that
-    the tensors cover exactly once, from first byte to last.
+    Checked: header length against the file size, JSON without duplicate keys, known dtypes, plausible shapes, and data
+    that the tensors cover exactly once, from first byte to last.
 
     Raises InvalidCheckpoint.
     """
@@ -290,7 +291,7 @@ def _read_shards(folder: Path) -> list[TensorEntry]:
         _refuse(index, "has no weight_map of tensor names to file names")
     shards: dict[str, dict[str, TensorEntry]] = {}
     for name, shard in weight_map.items():
-        # A shard is a plain name: an index from the hub must not reach files outside its folder.
+        # A shard is a plain file name: an index from the hub must not reach files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
             _refuse(index, f"puts tensor {short(name)} in {short(shard)}, which is not the name of a file beside it")
         if not shard.endswith(".safetensors"):
@@ -308,7 +309,7 @@ def _read_shards(folder: Path) -> list[TensorEntry]:
         for name, entry in tensors.items():
             if name in entries:
                 _refuse(entry.file, f"holds tensor {short(name)}, which {entries[name].file.name} holds too")
-            # An index may leave out what its shard holds, rotary buffers say, but not put it elsewhere.
+            # An index may omit tensors that its shard holds, such as rotary buffers, but not put them elsewhere.
             if weight_map.get(name, shard) != shard:
                 _refuse(
                     entry.file,

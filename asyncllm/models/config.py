@@ -1,8 +1,8 @@
-"""Reading config.json: typed, and refusing what is not implemented.
+"""Typed reading of config.json, refusing what is not implemented.
 
-`HFConfig` wraps the file; a family's `configure` reads from it what the family knows and returns a `ModelConfig`. Both
-schemas of the file are read: the legacy one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one that
-transformers 5 writes (`rope_parameters`, `dtype`, `layer_types`).
+`HFConfig` wraps the file. A family's `configure` reads the entries that the family knows and returns a `ModelConfig`.
+Both schemas of the file are supported: the legacy one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
+transformers 5 (`rope_parameters`, `dtype`, `layer_types`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from asyncllm.models.model_config import ExpertsConfig, ModelConfig
 __all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
 
 MAX_SIZE = 2**24
-"""Above any width, vocabulary or context in use; products of a few sizes below it still fit 64 bits."""
+"""Above any width, vocabulary or context in use; products of a few such sizes still fit in 64 bits."""
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 MAX_POSITION = 2**31 - 1
 MAX_NUMBER = 1e30
-"""Above any real number in use; whole numbers beyond 1e308 would not even convert."""
+"""Above any real number in use; integers beyond 1e308 would not even convert."""
 
 DTYPES: Mapping[str, str] = {
     **{name: name for name in ("float32", "bfloat16", "float16")},
     "float": "float32",
     "half": "float16",
-    # Stored numbers of 64 bits are rounded as they are read.
+    # 64-bit numbers are rounded when they are read.
     "float64": "float32",
     "double": "float32",
     "auto": "",
 }
-"""Names of types in config.json, without "torch." in front -> what they are read as."""
+"""Names of dtypes in config.json, without "torch." in front -> the dtypes they are read as."""
 
 _MISSING: Any = object()
 
@@ -51,7 +51,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""By their names in config.json."""
+"""Activations by their names in config.json."""
 
 _ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
@@ -90,16 +90,16 @@ _ROPE_KEYS = frozenset(
         "finetuned",
     }
 )
-"""Entries that are read, and `finetuned`, a remark of early YaRN files. Any other may change the computation."""
+"""Entries that are read, plus `finetuned`, a remark in early YaRN files. Any other may change the computation."""
 
 _UNREAD_FACTORS = ("attn_factor", "extrapolation_factor")
-"""Multipliers of the YaRN authors' code that transformers does not read: only 1 means the same to both."""
+"""Multipliers of the YaRN authors' code that transformers ignores; only 1 means the same to both."""
 
 
 class HFConfig:
     """config.json with typed reads. `null` counts as absent.
 
-    `session_len` and `rope_scaling_factor` are what the engine was asked for; rotary reading depends on them.
+    `session_len` and `rope_scaling_factor` are the engine's settings, which affect the rotary embedding.
     """
 
     def __init__(
@@ -144,31 +144,31 @@ class HFConfig:
         )
 
     def changed(self, fields: Mapping[str, Any], **settings: Any) -> HFConfig:
-        """Return the file with other entries, and other values of what the engine was asked for."""
+        """Return the file with other entries, and other values of the engine's settings."""
         kept = {"session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor, **settings}
         return HFConfig({**self.fields, **fields}, source=self.source, **kept)
 
     def named(self, words: Mapping[str, str]) -> HFConfig:
-        """Return the file with entries of other names, old -> usual, under the usual ones too."""
+        """Return the file with the entries in `words`, old name -> usual name, available under the usual names too."""
         return self.changed({new: self.fields[old] for old, new in words.items() if self.fields.get(old) is not None})
 
     def turning_llama3(self, factor: float) -> HFConfig:
-        """Return this, where it names no rotation with Llama 3's for contexts of `factor` times 8192 tokens."""
+        """Return this config; if it defines no rotation, with Llama 3's for contexts of `factor` times 8192 tokens."""
         if self.fields.get("rope_parameters") is not None or "rope_scaling" in self.fields:
             return self
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         return self.changed({"rope_scaling": {"rope_type": "llama3", "factor": factor, **usual}})
 
     def of_layers(self, kind: str) -> HFConfig:
-        """Return the file as layers of this kind, such as "full_attention", read it: with their own rope_parameters,
-        where these are given by kind of layer."""
+        """Return the file as read by layers of this kind, such as "full_attention": with their own rope_parameters, if
+        these are given by kind of layer."""
         nested = self.fields.get("rope_parameters")
         if not isinstance(nested, dict) or not isinstance(nested.get(kind), dict):
             return self
         return self.changed({"rope_parameters": nested[kind]})
 
     def invalid(self, key: str, what: str) -> NoReturn:
-        """Raise InvalidCheckpoint for a value that cannot be right."""
+        """Raise InvalidCheckpoint for an impossible value."""
         raise InvalidCheckpoint(f"{self.source}: {key} = {_shown(self.fields.get(key))}, {what}. Correct the file.")
 
     def unsupported(self, key: str, what: str) -> NoReturn:
@@ -184,7 +184,7 @@ class HFConfig:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """Return a positive integer, or None where the file says null. An absent key gives `default`."""
+        """Return a positive integer, or None if the file says null. `default` replaces an absent key."""
         if key in self.fields and self.fields[key] is None:
             return None
         return default if key not in self.fields else self.integer(key)
@@ -198,13 +198,13 @@ class HFConfig:
         return float(value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """Return a positive number, or None where the file says null. An absent key gives `default`."""
+        """Return a positive number, or None if the file says null. `default` replaces an absent key."""
         if key in self.fields and self.fields[key] is None:
             return None
         return default if key not in self.fields else self.number(key)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return so many real numbers; ones where the key is absent."""
+        """Return `count` real numbers; ones if the key is absent."""
         values = self.fields.get(key)
         if values is None:
             return (1.0,) * count
@@ -221,13 +221,13 @@ class HFConfig:
         return value
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse any value of `key` but these; an absent key passes. Raises UnsupportedModel."""
+        """Refuse any value of `key` except these; an absent key passes. Raises UnsupportedModel."""
         value = self.fields.get(key)
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
             self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed) or 'none'}.")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation of an MLP. Raises UnsupportedModel for one that is not implemented."""
+        """Return the activation of an MLP. Raises UnsupportedModel if it is not implemented."""
         self.expect(key, *ACTIVATIONS)
         return ACTIVATIONS[self._read(key, default)]
 
@@ -245,10 +245,10 @@ class HFConfig:
         rotary: bool = True,
         intermediate_size: int | None = None,
     ) -> dict[str, Any]:
-        """Return the fields of a ModelConfig that all families read alike; the arguments stand in for keys that are
-        absent. `partial_rotary`: partial_rotary_factor may say that a part of each head is turned; which, if it does
-        not. `rope_dim`: how many features of a head are turned, where other entries say what else a head has. `rotary`:
-        whether any are.
+        """Return the ModelConfig fields that all families read alike; the arguments are defaults for absent keys.
+        `partial_rotary`: default of partial_rotary_factor, the fraction of each head that is rotated, if that entry is
+        allowed. `rope_dim`: number of rotated features per head, if other entries describe the rest of a head.
+        `rotary`: whether any are rotated.
 
         Raises InvalidCheckpoint for wrong types and impossible sizes, UnsupportedModel for what is not implemented.
         """
@@ -294,8 +294,8 @@ class HFConfig:
         }
 
     def windows(self, num_layers: int, window: int | None, sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-        """Return each layer's window: `window` where it slides. `sliding` is the family's rule, which a `layer_types`
-        list replaces; unless given, all slide."""
+        """Return each layer's window: `window` for sliding layers, None for others. `sliding` is the family's rule,
+        which a `layer_types` list overrides; by default all layers slide."""
         if self.fields.get("layer_types") is not None:
             kinds = self.layer_kinds(num_layers, ("full_attention", "sliding_attention"), [])
             sliding = [kind == "sliding_attention" for kind in kinds]
@@ -306,8 +306,8 @@ class HFConfig:
         return tuple(window if slides else None for slides in sliding)
 
     def layer_kinds(self, num_layers: int, allowed: tuple[str, ...], default: list[str]) -> list[str]:
-        """Return the kind of each layer: what `layer_types` lists, or `default`. Raises InvalidCheckpoint for a list of
-        another length, UnsupportedModel for a kind that is not allowed."""
+        """Return the kind of each layer: `layer_types` or `default`. Raises InvalidCheckpoint for a list of the wrong
+        length, UnsupportedModel for a kind that is not allowed."""
         kinds = self._read("layer_types", default)
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             self.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
@@ -332,8 +332,8 @@ class HFConfig:
         return DTYPES[name]
 
     def _whole_chunk(self, trained: int) -> int:
-        """Return how many of `trained` positions attention by chunks (Qwen's, of a million tokens) leaves as they are:
-        beyond the first chunk it changes distances, which is not implemented."""
+        """Return how many of `trained` positions chunked attention (Qwen's models for a million tokens) leaves
+        unchanged: beyond the first chunk it changes distances, which is not implemented."""
         entries = self.fields.get("dual_chunk_attention_config")
         if entries is None:
             return trained
@@ -343,7 +343,7 @@ class HFConfig:
         return min(trained, chunks.integer("chunk_size", trained, maximum=MAX_POSITION))
 
     def _rope(self, head_dim: int, trained: int, default_theta: float, partial: float | None) -> tuple[RopeConfig, int]:
-        """Return the rotary embedding, and the positions that it allows a model trained on `trained` of them."""
+        """Return the rotary embedding, and the number of positions that it allows a model trained on `trained`."""
         scaling = self.rope_fields()
         dim = self._rotated(scaling, head_dim, partial)
         theta = scaling.number("rope_theta", self.number("rope_theta", default_theta))
@@ -413,9 +413,10 @@ class HFConfig:
         return rope, max(trained, min(int(original * factor), MAX_POSITION))
 
     def rope_fields(self) -> HFConfig:
-        """Return `rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config, empty without."""
+        """Return `rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config; empty if there is
+        none."""
         keys = ("rope_parameters", "rotary", "rope_scaling")
-        # GPT-J says rotary = true where InternLM says how.
+        # In GPT-J rotary is a boolean; in InternLM it is an object.
         key = next((key for key in keys if self.fields.get(key) not in (None, True)), keys[0])
         fields = self._rotary() if key == "rotary" else self.fields.get(key)
         if fields is None:
@@ -431,7 +432,7 @@ class HFConfig:
         return scaling
 
     def _rotary(self) -> dict[str, Any]:
-        """Return {"base": 10000, "type": "dynamic", "scaling_factor": 1.0} in the usual words."""
+        """Return InternLM's {"base": 10000, "type": "dynamic", "scaling_factor": 1.0} under the usual names."""
         rotary = self.fields["rotary"]
         if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
             self.unsupported("rotary", "Supported: an object of type 'origin' or 'dynamic'.")
@@ -439,12 +440,12 @@ class HFConfig:
         return {"rope_theta": rotary.get("base"), **(scaling if rotary["type"] == "dynamic" else {})}
 
     def _original_max_position(self, scaling: HFConfig, trained: int) -> int:
-        """Return the file's own entry, which wins over the one in its rope entry, as transformers has it."""
+        """Return the file's own entry, which takes precedence over the one in its rope entry, as in transformers."""
         inner = scaling.integer("original_max_position_embeddings", trained, maximum=MAX_POSITION)
         return self.integer("original_max_position_embeddings", inner, maximum=MAX_POSITION)
 
     def _rotated(self, scaling: HFConfig, head_dim: int, partial: float | None) -> int:
-        """Return how many features of a head are turned."""
+        """Return the number of rotated features per head."""
         if partial is None:
             for each in (scaling, self):
                 each.expect("partial_rotary_factor", 1.0, 1)
@@ -456,8 +457,8 @@ class HFConfig:
         return dim
 
     def _longrope(self, scaling: HFConfig, dim: int, theta: float, trained: int, original: int) -> RopeConfig:
-        """Return one set of divisors for the engine's whole life: a switch in mid-sequence would invalidate cached
-        keys."""
+        """Return a longrope config with one set of divisors for the engine's lifetime: switching within a sequence
+        would invalidate cached keys."""
         sets = {key: self._divisors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")}
         long = (self.session_len or trained) > original
         ratio = scaling.number("factor", trained / original)
@@ -483,8 +484,9 @@ class HFConfig:
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
-    """Return the slopes of Press et al.: 2^(-max_bias i / n) for i = 1 to n heads, n a power of two. Other numbers of
-    heads have those of the next lower power, and then every other one of the next higher. `scale` multiplies them."""
+    """Return the ALiBi slopes of Press et al.: 2^(-max_bias i / n) for i = 1 to n heads, if n is a power of two.
+    Otherwise the slopes of the next lower power, followed by every other one of the next higher power. `scale`
+    multiplies them."""
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-max_bias * (index + 1) / lower) for index in range(lower)]
     between = [2.0 ** (-max_bias * (2 * index + 1) / (2 * lower)) for index in range(num_heads - lower)]
@@ -492,12 +494,12 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -
 
 
 def yarn_term(factor: float, multiplier: float = 1.0) -> float:
-    """Return 0.1 * multiplier * ln(factor) + 1, as the YaRN paper has it; 1 where nothing is stretched."""
+    """Return 0.1 * multiplier * ln(factor) + 1, as in the YaRN paper; 1 if nothing is stretched."""
     return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
-    """Return the paper's term; DeepSeek's mscale entries make it a ratio of two such terms."""
+    """Return the paper's term, or, with DeepSeek's mscale entries, the ratio of two such terms."""
     mscale = scaling.number("mscale", 0.0, positive=False)
     mscale_all_dim = scaling.number("mscale_all_dim", 0.0, positive=False)
     derived = yarn_term(factor)
@@ -507,10 +509,10 @@ def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
 
 
 def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's entries with those of `overrides`, which count in whichever schema the file is.
+    """Return a file's entries with those of `overrides`, which apply to either schema of the file.
 
-    Of a file with entries of both for its rotation, rope_scaling counts, as transformers has it; what it does not say
-    of theta and of the turned part of a head, rope_parameters says.
+    If a file has rotation entries of both schemas, rope_scaling takes precedence, as in transformers; rope_parameters
+    supplies theta and the rotated part of a head where rope_scaling lacks them.
     """
     replaced = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling"}
     dropped = {other for key, other in replaced.items() if key in overrides} - set(overrides)

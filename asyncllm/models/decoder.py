@@ -1,4 +1,5 @@
-"""DecoderLM: embedding, blocks, final norm, output embedding, as the config has them. A family says what deviates."""
+"""DecoderLM: embedding, blocks, final norm and output embedding, built from the config. A family overrides what
+differs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SCORE_ROWS: Mapping[str, str] = {
     "score.0": "score.inner",
     "score.2": "score.out",
 }
-"""Rows of a weight table for their heads: transformers', InternLM2's, and Qwen2.5-Math-RM's of two layers."""
+"""Rows of a weight table for score heads: those of transformers, of InternLM2, and of Qwen2.5-Math-RM with two
+layers."""
 
 
 class DecoderLM(nn.Module):
@@ -49,13 +51,13 @@ class DecoderLM(nn.Module):
     weights: ClassVar[WeightMap]
     """Checkpoint modules -> ours."""
     base_prefix: ClassVar[str] = "model."
-    """What the names of all weights but the head begin with, unless the file was saved without its head."""
+    """Prefix of the names of all weights except the head. Files saved without the head lack it."""
     head_name: ClassVar[str] = "lm_head.weight"
-    """The checkpoint's tensor of the output embedding, for which a tied model has no use."""
+    """The checkpoint's output embedding tensor, which a tied model does not need."""
     norm_class: ClassVar[type[Norm]] = RMSNorm
-    """Of the norms around layers."""
+    """Class of the norms around layers."""
     scales_images: ClassVar[bool] = False
-    """Whether the embeddings' scale is one of images' features too."""
+    """Whether the embeddings' scale applies to image features too."""
     tiny: ClassVar[dict[str, Any]]
     """Entries of a config.json with every feature of the family switched on, small enough for tests."""
 
@@ -74,7 +76,7 @@ class DecoderLM(nn.Module):
         self.head = self.output()
         self.score = self.score_head()
         self.rotaries: nn.ModuleList
-        """One for each of the config's `ropes`."""
+        """One per entry of the config's `ropes`."""
 
     @staticmethod
     @abstractmethod
@@ -82,7 +84,7 @@ class DecoderLM(nn.Module):
         """Read config.json. Raises InvalidCheckpoint and UnsupportedModel."""
 
     def block(self, layer: int) -> AnyBlock:
-        """Make the block of layer `layer`, counted from 0."""
+        """Return the block of layer `layer`, counted from 0."""
         norms = self.config.parallel_norms
         if norms is None:
             return Block(**self.block_parts(layer))
@@ -91,7 +93,7 @@ class DecoderLM(nn.Module):
         return ParallelBlock(attn_norm=self.make_norm(), attn=attn, mlp_norm=mlp_norm, mlp=mlp)
 
     def block_parts(self, layer: int) -> BlockParts:
-        """Make what a `Block` of layer `layer` is made of."""
+        """Return the parts of a `Block` for layer `layer`."""
         return {
             "attn_norm": self.make_norm(),
             "attn": self.attention(layer),
@@ -101,7 +103,7 @@ class DecoderLM(nn.Module):
         }
 
     def sandwich_parts(self, layer: int) -> SandwichParts:
-        """Make what a `SandwichBlock` of layer `layer` is made of."""
+        """Return the parts of a `SandwichBlock` for layer `layer`."""
         return {
             **self.block_parts(layer),
             "attn_post_norm": self.make_norm(),
@@ -115,11 +117,11 @@ class DecoderLM(nn.Module):
         return self.norm_class(config.hidden_size, config.norm_eps)
 
     def last_norm(self) -> Norm:
-        """Make the norm behind the last block."""
+        """Return the norm after the last block."""
         return self.make_norm()
 
     def embedding(self) -> nn.Module:
-        """Make the embedding of the tokens."""
+        """Return the token embedding."""
         config = self.config
         later = self.scales_images and config.vision is not None
         return Embedding(config.vocab_size, config.hidden_size, scale=None if later else config.embedding_scale)
@@ -131,13 +133,13 @@ class DecoderLM(nn.Module):
         return PositionEmbedding(config.max_position, config.hidden_size, offset=config.position_offset)
 
     def attention(self, layer: int) -> AnyAttention:
-        """Make the attention of layer `layer`, counted from 0."""
+        """Return the attention of layer `layer`, counted from 0."""
         size, config = self.config.hidden_size, self.attention_config(layer)
         chunk = self.config.chunks[layer] if self.config.chunks else None
         return Attention(layer, size, config) if chunk is None else ChunkedAttention(layer, size, config, chunk=chunk)
 
     def attention_config(self, layer: int) -> AttentionConfig:
-        """Return what the config says of the attention of layer `layer`."""
+        """Return the attention config of layer `layer`, according to the model's config."""
         config = self.config
         rope = config.layer_ropes[layer] if config.layer_ropes else config.rope
         scaling = config.query_scaling
@@ -203,12 +205,12 @@ class DecoderLM(nn.Module):
 
     @property
     def stream_size(self) -> int:
-        """Features of the residual stream."""
+        """Width of the residual stream."""
         return self.config.hidden_size
 
     @property
     def weight_map(self) -> WeightMap:
-        """This model's table: a tied head needs no tensor, and ignores the copy that some checkpoints carry."""
+        """This model's table: a tied head needs no tensor, and the copy that some checkpoints carry is ignored."""
         table = self.weights.with_optional_prefix(self.base_prefix)
         if self.score is not None:
             table = table.replaced(SCORE_ROWS)
@@ -220,50 +222,51 @@ class DecoderLM(nn.Module):
 
     @property
     def cache_specs(self) -> list[CacheSpec]:
-        """What the layers keep of their tokens, in order. Layers that read what others keep are the last."""
+        """The cache specs of the layers, in order. Layers that read another layer's cache come last and have none."""
         owners = (each for each in self.modules() if not isinstance(each, BorrowingAttention))
         return [module.cache_spec for module in owners if isinstance(module, AnyAttention)]
 
     @property
     def step_columns(self) -> tuple[Column, ...]:
-        """What the layers read of a step besides what all models do. To be asked once the model is allocated."""
+        """The columns that the layers read besides those of every model. Valid once the model is allocated."""
         return tuple(dict.fromkeys(column for module in self.modules() for column in getattr(module, "columns", ())))
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the parameters by uninitialised ones of `dtype` on `device`; a layer may ask for its own,
-        and integers stay what they are."""
+        """Replace the parameters by uninitialised ones of `dtype` on `device`. A layer may require its own dtype, and
+        integers keep theirs."""
         allocate(self, dtype, device)
         self.place_rotaries(device)
 
     def place_rotaries(self, device: torch.device) -> None:
-        """Put what rotations are computed from, which no checkpoint stores, on `device`."""
+        """Move the inputs of rotations, which no checkpoint stores, to `device`."""
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, device) for rope in self.config.ropes)
 
     def make_batch_invariant(self) -> None:
-        """Take products that round every row alike, whatever the batch."""
+        """Use products that round every row alike in any batch."""
         for module in self.modules():
             if isinstance(module, Weighted):
                 module.method = module.method.batch_invariant()
 
     def forward(self, step: StepInputs) -> Tensor:
         """Return the hidden states of a step's tokens after the final norm [T, hidden], and write their keys and values
-        into its caches, one per layer."""
+        to its caches, one per layer."""
         branch, residual = self._layers(step, len(self.layers))
         return self.norm.add(branch, residual)[0]
 
     def before_last(self, step: StepInputs, out: Tensor | None = None) -> Tensor:
-        """Return the residual stream in front of the last layer [T, stream_size], in `out` if given.
+        """Return the residual stream before the last layer [T, stream_size], in `out` if given.
 
-        For callers who want the hidden states of some tokens and go on with `last_hidden`. The model has two layers or
-        more.
+        For callers that need the hidden states of some tokens and continue with `last_hidden`. The model has at least
+        two layers.
         """
         branch, residual = self._layers(step, len(self.layers) - 1)
         return torch.add(residual, branch, out=out)
 
     def last_hidden(self, residual: Tensor, step: StepInputs, sampled: SampledRows) -> Tensor:
-        """Return the hidden states of some tokens behind the last layer and the final norm [R, hidden].
+        """Return the hidden states of some tokens after the last layer and the final norm [R, hidden].
 
-        The other tokens stop where the last layer has their keys and values: a prompt saves most of one layer.
+        The other tokens stop once the last layer has written their keys and values, which saves a prompt most of one
+        layer.
         """
         last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
         self.place(step)
@@ -272,14 +275,14 @@ class DecoderLM(nn.Module):
         return hidden
 
     def place(self, step: StepInputs) -> None:
-        """Compute once what all layers take from the tokens' positions."""
+        """Compute, once for all layers, what they derive from the tokens' positions."""
         if not step.rotations:
             step.rotations = tuple(rotary(step) for rotary in self.rotaries)
         if self.config.query_scaling is not None and step.query_scale is None:
             step.query_scale = self.config.query_scaling.scales(step.positions)
 
     def embedded(self, step: StepInputs) -> Tensor:
-        """Return the residual stream in front of the first layer [T, stream_size]."""
+        """Return the residual stream before the first layer [T, stream_size]."""
         residual: Tensor = self.embed(step.input_ids, step)
         if self.vision is not None:
             residual = self.vision.merge(residual, step)
@@ -290,7 +293,7 @@ class DecoderLM(nn.Module):
         return residual if self.embed_norm is None else self.embed_norm(residual)
 
     def _layers(self, step: StepInputs, count: int) -> tuple[Tensor, Tensor]:
-        """Return what the embedding and the first `count` layers give: (branch, residual)."""
+        """Return the output of the embedding and the first `count` layers: (branch, residual)."""
         self.place(step)
         residual = self.embedded(step)
         branch: Tensor | None = None
@@ -303,20 +306,20 @@ class DecoderLM(nn.Module):
         return branch, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's scale and softcap, of the model's
-        type or float32."""
+        """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's scale and softcap, in the model's
+        dtype or float32."""
         logits: Tensor = self.head(hidden)
         return logits
 
     def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> the logits of this rank's tokens alone, as `OutputEmbedding.of_rank`; without ranks
-        those of all. They are in `out` if that is given, of that shape and type."""
+        """hidden [R, hidden] -> logits of this rank's tokens only, as `OutputEmbedding.of_rank`; without ranks, of all.
+        `out` receives them if given, with that shape and dtype."""
         logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
         return logits
 
 
 def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the parameters of a module and all below it by uninitialised ones, as `DecoderLM.allocate` does."""
+    """Replace the parameters of a module and its submodules by uninitialised ones, as `DecoderLM.allocate` does."""
     for module in tree.modules():
         own = getattr(module, "parameter_dtype", dtype)
         owns = module.parameter_dtypes if isinstance(module, Weighted) else {}

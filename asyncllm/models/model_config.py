@@ -1,4 +1,4 @@
-"""What a decoder is: the description that a family's `configure` writes, and `DecoderLM` builds a model from."""
+"""ModelConfig: the description of a decoder that a family's `configure` writes and `DecoderLM` builds a model from."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ __all__ = ["ExpertsConfig", "ModelConfig", "ScoreHeadConfig"]
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sparse experts in the place of MLPs."""
+    """Sparse experts instead of MLPs."""
 
     layers: frozenset[int]
-    """Which have them."""
+    """The layers that have experts."""
     count: int
     size: int
-    """Of an expert's inner features."""
+    """Inner features of an expert."""
     routing: Routing
-    """How tokens choose and weigh them."""
+    """How tokens choose and weight experts."""
     corrected: bool = False
-    """Whether the checkpoint holds a correction of the scores by which they are chosen."""
+    """Whether the checkpoint has a correction of the scores by which experts are chosen."""
     exact_router: bool = False
-    """Whether the router's weight and logits are float32 in a model of 16 bits."""
+    """Whether the router's weight and logits are float32 in a 16-bit model."""
     scaled_inputs: bool = False
-    """Whether the weights multiply what experts read, not what they give."""
+    """Whether the weights multiply the experts' inputs instead of their outputs."""
     shared_size: int = 0
-    """Inner features of an MLP that all tokens take besides; 0: none."""
+    """Inner features of an additional MLP for all tokens; 0: none."""
     shared_gate: bool = False
-    """Whether each token weighs it."""
+    """Whether each token weights the shared MLP."""
     bias: bool = False
-    """Of the router and of the experts."""
+    """Whether the router and the experts have biases."""
     limit: float | None = None
-    """Bounds the inputs of the experts' gate, which is then gpt-oss's."""
+    """Bound on the inputs of the experts' gate, which is then gpt-oss's."""
 
 
 class ScoreHeadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A head that scores sequences, as the checkpoint's tensors have it."""
+    """A head that scores sequences, according to the checkpoint's tensors."""
 
     num_labels: int
     inner: bool = False
-    """Whether a layer of the hidden size with relu comes first."""
+    """Whether the head begins with a layer of the hidden size and relu."""
     bias: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decoder is, checked, and all that `DecoderLM` needs to build one. Written by a family's `configure`; what
-    a family alone has it adds in a subclass."""
+    """A validated description of a decoder, with everything that `DecoderLM` needs to build it. Written by a family's
+    `configure`; families add their own fields in a subclass."""
 
     architecture: str
     vocab_size: int
@@ -58,79 +58,83 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     num_layers: int
     extra_layers: int = 0
-    """Behind the others in the checkpoint, and left out: they guess the tokens after the next one."""
+    """Layers after the others in the checkpoint, which predict tokens beyond the next one and are not loaded."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position: int
-    """Positions that training and rotary scaling allow."""
+    """Number of positions that training and rotary scaling allow."""
     dtype: str
-    """The checkpoint's: float32, bfloat16 or float16; empty where config.json does not say, which `registry` mends."""
+    """The checkpoint's dtype: float32, bfloat16 or float16; empty if config.json does not say, until `registry` fills
+    it in."""
     norm_eps: float
     tied: bool
-    """The output embedding reads the token embedding's table."""
+    """Whether the output embedding shares the token embedding's table."""
     has_head: bool = True
-    """Without an output embedding the model gives hidden states and no tokens. Written by `head.settle_head`."""
+    """Whether there is an output embedding. Without one the model computes hidden states but no tokens. Written by
+    `head.settle_head`."""
     score_head: ScoreHeadConfig | None = None
-    """Of a class that scores sequences. Written by `head.settle_head`."""
+    """The head of a class that scores sequences. Written by `head.settle_head`."""
     rope: RopeConfig | None
-    """None: queries and keys are not turned."""
+    """None: no rotation of queries and keys."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    """Per layer, where not all turn by `rope`; None: positions take no part."""
+    """Per layer, if not all use `rope`; None: no rotation in that layer."""
     position_offset: int | None = None
-    """Learned embeddings of the positions are added to the tokens': that of position p is row p + offset; None: none
-    are."""
+    """Learned position embeddings are added to the tokens', with row p + offset for position p; None: there are
+    none."""
     alibi: tuple[float, ...] = ()
-    """Each query head's slope: what a key's score loses with each position that lies between."""
+    """ALiBi slope of each query head: the decrease of a key's score per position of distance."""
     windows: tuple[int | None, ...]
-    """Per layer, how many latest positions a query sees; None: all."""
+    """Per layer, how many of the latest positions a query sees; None: all."""
     chunks: tuple[int | None, ...] = ()
-    """Per layer, the length of the chunks within which tokens see each other; None: all do. Empty: in no layer."""
+    """Per layer, the length of the chunks within which tokens see each other; None: the whole context. Empty: no
+    chunks."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """Of attention's output projection."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
     norm_bias: bool = True
-    """Of layer norms."""
+    """Whether layer norms have a bias."""
     head_bias: bool = False
-    """Of the output embedding."""
+    """Whether the output embedding has a bias."""
     gated: bool = True
     """Whether MLPs have a gate."""
     activation: Activation = "silu"
-    """Of the gate, or of the plain MLP."""
+    """Activation of the gate, or of a plain MLP."""
     parallel_norms: int | None = None
-    """Attention and MLP read the same stream, under one norm or one each; None: the MLP reads what attention left."""
+    """Number of norms if attention and MLP read the same stream: one shared or one each; None: the MLP follows
+    attention."""
     embedding_norm: bool = False
-    """Of the embeddings, before the first layer."""
+    """Whether the embeddings are normalised before the first layer."""
     paired_rotary: bool = False
-    """The checkpoint's queries and keys are turned in pairs of neighbours."""
+    """Whether the checkpoint's queries and keys are rotated in neighbouring pairs."""
     qk_norm: QKNormKind | None = None
     """Norms of queries and keys."""
     qkv_clip: float | None = None
-    """Bounds queries, keys and values on both sides."""
+    """Bound on the absolute values of queries, keys and values."""
     query_scaling: QueryScaling | LogScaling | None = None
     sinks: bool = False
-    """A logit for each query head that takes part in its softmax."""
+    """Whether each query head has a logit that joins its softmax."""
     score_scale: float | None = None
-    """Of attention; head_dim^-0.5 unless given."""
+    """Scale of attention scores; head_dim^-0.5 unless given."""
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     branch_scale: float | None = None
-    """Multiplies what attention and MLP add to the residual stream."""
+    """Factor on the outputs that attention and MLP add to the residual stream."""
     logit_scale: float | None = None
     experts: ExpertsConfig | None = None
     vision: TowerConfig | None = None
-    """What encodes images, in front of the decoder. Written by `registry`."""
+    """The image encoder before the decoder. Written by `registry`."""
     num_parameters: int = 0
     """Written by `registry.open_model` once the model is built."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Those in use, each once."""
+        """The rotary configs in use, each once."""
         return tuple(dict.fromkeys(rope for rope in self.layer_ropes or (self.rope,) if rope is not None))
 
     @property
     def dynamic_rope_from(self) -> int | None:
-        """The length of prompts above which a sequence's rotary base depends on it; None: for none."""
+        """Prompt length above which a sequence's rotary base depends on it; None: never."""
         return self.rope.original_max_position if self.rope is not None and self.rope.by_prompt else None

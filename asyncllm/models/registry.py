@@ -1,4 +1,4 @@
-"""Architectures by the name that config.json gives them. Every module of `asyncllm.models` is scanned for families."""
+"""Architectures by their names in config.json. Every module of `asyncllm.models` is scanned for families."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ Family = TypeVar("Family", bound=type[DecoderLM])
 
 _FAMILIES: dict[str, type[DecoderLM]] = {}
 _MODELS: dict[str, str] = {}
-"""Architecture -> the models that come under it."""
+"""Architecture -> the models that use it."""
 
 _WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
-"""How the names of one decoder's classes end: Qwen3ForCausalLM or GPT2LMHeadModel, Qwen3Model or GPT2Model."""
+"""Endings of the class names of one decoder: Qwen3ForCausalLM or GPT2LMHeadModel, Qwen3Model or GPT2Model."""
 
 
 def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
-    """Decorate a family, which serves checkpoints whose config.json names one of `architectures`, or of `models`, each
-    with the models that come under it. Raises ValueError for a name that another family has."""
+    """Decorate a family that serves checkpoints whose config.json names one of `architectures`, or of `models`, each
+    with the models that use it. Raises ValueError for a name that another family has."""
 
     def enter(family: Family) -> Family:
         for architecture in (*architectures, *models):
@@ -76,7 +76,7 @@ def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
 
 @contextmanager
 def register_all_or_nothing() -> Iterator[None]:
-    """Have what is registered inside be found afterwards, and forgotten if the block raises."""
+    """Keep what is registered in the block, unless the block raises."""
     tables: list[dict[Any, Any]] = [_FAMILIES, _MODELS, MODULE_MAP]
     kept = [(each, dict(each)) for each in tables]
     try:
@@ -92,8 +92,7 @@ def register_all_or_nothing() -> Iterator[None]:
 @cache
 def families() -> Mapping[str, type[DecoderLM]]:
     """Return architecture name -> family, of every module in `asyncllm.models` and of those that installed packages
-    name as entry points of the group `asyncllm.models`. Raises ModelError for one of the latter that cannot be
-    imported."""
+    name as entry points of the group `asyncllm.models`. Raises ModelError if one of the latter cannot be imported."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"asyncllm.models.{module.name}")
     for point in entry_points(group="asyncllm.models"):
@@ -109,28 +108,29 @@ def families() -> Mapping[str, type[DecoderLM]]:
 
 
 def described() -> Mapping[str, str]:
-    """Return architecture name -> the models that come under it, of those that say so."""
+    """Return architecture name -> the models that use it, where given."""
     families()
     return _MODELS
 
 
 class ModelOptions(TypedDict, total=False):
-    """What is asked of a checkpoint besides what its files say. Fields are those of `EngineConfig`."""
+    """Options of a checkpoint besides what its files say. The fields are those of `EngineConfig`."""
 
     session_len: int | None
-    """A longrope model takes its long divisors iff this exceeds the original context."""
+    """A longrope model uses its long divisors if and only if this exceeds the original context."""
     rope_scaling_factor: float
     """Above 0: dynamic NTK scaling by that factor."""
     hf_overrides: Mapping[str, Any] | None
-    """These replace entries of config.json."""
+    """Entries that replace those of config.json."""
     model_format: str | None
-    """As in `quant.scheme_of`."""
+    """See `quant.scheme_of`."""
     use_logn_attn: bool
-    """Whether queries are scaled as by `LogScaling`."""
+    """Whether to scale queries with `LogScaling`."""
 
 
 def read_config(path: Path, **options: Unpack[ModelOptions]) -> ModelConfig:
-    """Return what `open_model` would build from the folder `path`, without its weights. Raises the same errors."""
+    """Return the config that `open_model` would build from the folder `path`, without weights. Raises the same
+    errors."""
     return _configure(path, **options)[1]
 
 
@@ -146,13 +146,13 @@ def open_model(
 ) -> DecoderLM:
     """Build the model of folder `path` and fill it from the folder's safetensors files.
 
-    With a group of several ranks the model is this rank's share; `by_expert`: of experts it has some whole, else some
-    features of each. `accept` gets the model before its weights are read, and raises to refuse it.
+    In a group of several ranks, the model is this rank's share; `by_expert`: the share has whole experts instead of
+    some features of each. `accept` gets the model before its weights are read, and raises to refuse it.
 
     Raises:
         InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
         UnsupportedModel: the architecture or one of its settings is not implemented.
-        UnsupportedFeature: use_logn_attn, of a model whose layers cannot scale their queries.
+        UnsupportedFeature: use_logn_attn, if the model's layers cannot scale their queries.
     """
     family, config, scheme = _configure(path, **options)
     checkpoint = Checkpoint.open(path)
@@ -163,13 +163,13 @@ def open_model(
     if scheme is not None:
         attach(model, checkpoint, scheme)
     wanted = expected_numbers(model)
-    # Integers may be packed ones, four bits each.
+    # Integers may be packed, with several weights in each.
     stored = sum(
         math.prod(entry.shape) if entry.dtype in FLOAT_DTYPES else 2 * (entry.end - entry.start)
         for entry in checkpoint.tensors.values()
     )
     if wanted > 2 * stored:
-        # Such a file cannot load, and may ask for more memory than there is; load() names what differs in closer calls.
+        # Such a file cannot load, and may need more memory than there is; load() reports smaller differences.
         raise InvalidCheckpoint(
             f"{path}: config.json describes {wanted:,} numbers, but the safetensors files hold {stored:,}. Check that "
             f"config.json belongs to these weights and that no shard is missing."
@@ -186,9 +186,9 @@ def open_model(
 
 
 def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
-    """Return the model of folder `path`, whose weights are plain, on the meta device, and what is to fill it.
+    """Return the model of folder `path`, on the meta device, and its checkpoint, whose weights are unquantized.
 
-    For callers who fill it layer by layer. Raises as `open_model` does, and UnsupportedModel for quantized weights.
+    For callers that fill it layer by layer. Raises like `open_model`, and UnsupportedModel for quantized weights.
     """
     family, config, scheme = _configure(path)
     if scheme is not None:
@@ -209,8 +209,8 @@ def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoi
 
 
 def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> None:
-    """Leave a model on the meta device the share of the group's rank, as in `open_model`. Raises UnsupportedModel where
-    it has none."""
+    """Reduce a model on the meta device to the share of the group's rank, see `open_model`. Raises UnsupportedModel if
+    it cannot be divided."""
     modules = list(model.modules())
     if by_expert:
         mixtures = [module for module in modules if isinstance(module, MoE)]
@@ -218,7 +218,7 @@ def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> No
             raise UnsupportedModel(f"ep={group.size}: {model.config.architecture} has no experts. Leave ep out.")
         for mixture in mixtures:
             mixture.divide_experts(group)
-    # Weights first: what is made of them asks them how many heads are left.
+    # Weights first, because modules built from them ask how many heads are left.
     for module in sorted(modules, key=lambda module: not isinstance(module, Weighted)):
         if isinstance(module, Layer):
             module.divide(group)
@@ -287,16 +287,16 @@ def _composed_config(parts: Composed, architecture: str) -> tuple[type[DecoderLM
 
 
 def _with_dtype(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return a config that says of which type the checkpoint is."""
+    """Return a config that names the checkpoint's dtype."""
     return config if config.dtype else msgspec.structs.replace(config, dtype=_stored_dtype(path))
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the type that most bytes of the weights in `path` have, packed ones not counted."""
+    """Return the dtype of most bytes of the weights in `path`, not counting packed ones."""
     try:
         tensors = Checkpoint.open(path).tensors.values()
     except ModelError:
-        # A caller that only asks for the config may not have the weights yet; one that opens the model gets this error.
+        # A caller that only needs the config may not have the weights yet; opening the model raises this error.
         return "float32"
     sizes: Counter[str] = Counter()
     for entry in tensors:
@@ -306,14 +306,14 @@ def _stored_dtype(path: Path) -> str:
 
 
 def _of_model_type(model_type: str) -> str:
-    """Return the architecture of a model type, the first that its family is registered under; else the type itself."""
+    """Return the architecture of a model type, the first that its family is registered for; or else the type itself."""
     families()
     own = (name for name, family in _FAMILIES.items() if family.tiny["model_type"] == model_type)
     return BY_MODEL_TYPE.get(model_type) or next(own, model_type)
 
 
 def _find(name: str) -> type[DecoderLM] | None:
-    """Return the family of an architecture, under the name of its class with or without the head."""
+    """Return the family of an architecture, given by the name of its class with or without the head."""
     known = families()
     ending = next((end for end in SCORING if name.endswith(end)), None)
     if ending is not None:

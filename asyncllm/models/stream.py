@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint to a device: threads read the files into page-locked buffers that are copied up meanwhile.
+"""Streams tensors of a checkpoint to a device: threads read the files into page-locked buffers, which are uploaded
+meanwhile.
 
-The bytes pass page cache -> buffer -> device. Only the second copy is the device's own; the first is done by the
-threads, outside the interpreter lock, and is what takes the time. One thread, the caller's, makes all calls to torch.
+The bytes go from page cache to buffer to device. Only the second copy is the device's; the threads make the first one,
+outside the interpreter lock, and it takes most of the time. One thread, the caller's, makes all calls to torch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from asyncllm.models.checkpoint import TensorEntry, unreadable
 __all__ = ["BUFFER_BYTES", "DTYPES", "FLOAT_DTYPES", "READ_THREADS", "stream"]
 
 FLOAT_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""The format's names of the types of plain weights."""
+"""Dtypes of unquantized weights, by their names in the format."""
 
 DTYPES = {
     **FLOAT_DTYPES,
     **{"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn},
 }
-"""Those of the types that can be streamed."""
+"""All dtypes that can be streamed."""
 
 READ_THREADS = 8
 BUFFER_BYTES = 4 * 2**20
@@ -40,22 +41,22 @@ BUFFER_BYTES = 4 * 2**20
     8          44.8     32.5     22.4     18.1
     16         36.5     25.9     19.6     12.7
 
-One thread reads 8.7 GB/s. Larger buffers lose to the driver, which takes 0.34 s to lock a GB of them.
+One thread reads 8.7 GB/s. Larger buffers are slower because of the driver, which takes 0.34 s to lock a GB of them.
 """
 BUFFERS_PER_THREAD = 2
-"""One that is read into while the other waits for its copy."""
+"""One to read into while the other waits for its copy."""
 
 THREAD_NAME = "asyncllm-read"
 
 ALIGNMENT = 8
-"""Tensors share a piece of device memory only where each begins at a multiple of the largest element size."""
+"""Tensors share a piece of device memory only if each begins at a multiple of the largest element size."""
 
 Take = Callable[[TensorEntry, Tensor], None]
 
 
 @dataclass(slots=True)
 class _Span:
-    """Tensors that follow one another in a file and arrive together, or one tensor larger than a buffer."""
+    """Consecutive tensors of a file that arrive together, or one tensor larger than a buffer."""
 
     descriptor: int
     start: int
@@ -63,14 +64,14 @@ class _Span:
     entries: list[TensorEntry]
     num_bytes: int = 0
     missing: int = 0
-    """Bytes that have not been copied to `memory` yet."""
+    """Bytes that have not yet been copied to `memory`."""
     memory: Tensor | None = None
-    """uint8 [num_bytes] on the device, from the first chunk on until the tensors are taken."""
+    """uint8 [num_bytes] on the device, from the first chunk until the tensors are taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What one buffer carries: bytes `offset` to `offset + length` of a span."""
+    """The content of one buffer: bytes `offset` to `offset + length` of a span."""
 
     span: _Span
     offset: int
@@ -79,7 +80,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Host memory, as torch and as the operating system see it."""
+    """Host memory, as seen by torch and by the operating system."""
 
     tensor: Tensor
     view: memoryview
@@ -88,10 +89,10 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Traffic:
-    """All that the caller's thread and the readers share."""
+    """State shared by the caller's thread and the readers."""
 
     chunks: deque[_Chunk]
-    """Chunks that no reader has begun, in the order of the files."""
+    """Chunks that no reader has started, in file order."""
     free: SimpleQueue[_Buffer | None] = field(default_factory=SimpleQueue)
     """Buffers to read into; None ends a reader."""
     filled: SimpleQueue[tuple[_Chunk, _Buffer] | BaseException] = field(default_factory=SimpleQueue)
@@ -105,18 +106,18 @@ def stream(
     threads: int = READ_THREADS,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> None:
-    """Read tensors by several threads and hand each, whole and on `device`, to `take(entry, tensor)`.
+    """Read tensors with several threads, and pass each, whole and on `device`, to `take(entry, tensor)`.
 
-    `take` is called in the caller's thread, once per tensor and in about the order of the files. On a CUDA device the
-    current stream is one of the loader's own then: work that `take` enqueues on it is done when `stream` returns, and
-    the tensor's memory is used again afterwards. On the device, at most one buffer's worth of memory per buffer and
-    the tensors larger than a buffer that are on their way are taken besides the parameters.
+    `take` is called in the caller's thread, once per tensor and approximately in file order. On a CUDA device, the
+    current stream is then the loader's own: work that `take` enqueues on it is done when `stream` returns, and the
+    tensor's memory is reused afterwards. Besides the parameters, device memory holds at most one buffer's worth per
+    buffer, and the tensors in transit that are larger than a buffer.
 
-    Whether it returns or raises, the threads have ended, the files are closed and the buffers are given back.
+    When it returns or raises, the threads have ended, the files are closed and the buffers are freed.
 
     Raises:
         InvalidCheckpoint: a file has vanished, is shorter than its header says, or cannot be read.
-        What `take` raises.
+        Any error of `take`.
     """
     with ExitStack() as stack:
         spans = _plan(entries, buffer_bytes, lambda file: _open(file, stack))
@@ -127,7 +128,7 @@ def stream(
 
 
 def _receive(traffic: _Traffic, device: torch.device, take: Take, threads: int) -> None:
-    """Copy every chunk to the device as its buffer is filled, and hand over the tensors that are complete."""
+    """Copy every chunk to the device as its buffer is filled, and hand over completed tensors."""
     num_chunks = len(traffic.chunks)
     buffer_bytes = max((chunk.length for chunk in traffic.chunks), default=0)
     num_buffers = threads * BUFFERS_PER_THREAD
@@ -136,8 +137,8 @@ def _receive(traffic: _Traffic, device: torch.device, take: Take, threads: int) 
     with _readers(traffic, threads):
         while received < num_chunks:
             try:
-                # While nothing has arrived there is time to make another buffer, which takes the driver milliseconds,
-                # or to wait until the device is through with one.
+                # While nothing has arrived, there is time to allocate another buffer, which takes the driver
+                # milliseconds, or to wait until the device is done with one.
                 arrived = traffic.filled.get(block=made == num_buffers and not copying)
             except Empty:
                 if made < num_buffers:
@@ -183,7 +184,7 @@ def _open(file: Path, stack: ExitStack) -> int:
 
 
 def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path], int]) -> list[_Span]:
-    """Return spans of at most `most` bytes, unless a single tensor is larger, in the order of each file."""
+    """Return spans of at most `most` bytes, or of a single larger tensor, in the order of each file."""
     spans: list[_Span] = []
     by_file: dict[Path, list[TensorEntry]] = {}
     for entry in entries:
@@ -207,7 +208,7 @@ def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path],
 
 def _chunks(spans: Iterable[_Span], most: int) -> Iterator[_Chunk]:
     for span in spans:
-        # A span of empty tensors is a chunk too: it carries no bytes, but its tensors are to be taken.
+        # A span of empty tensors is a chunk too: it carries no bytes, but its tensors have to be taken.
         for offset in range(0, max(span.num_bytes, 1), most):
             yield _Chunk(span, offset, min(most, span.num_bytes - offset))
 
@@ -222,12 +223,12 @@ def _make_buffer(device: torch.device, num_bytes: int) -> _Buffer:
 
 @contextmanager
 def _upload_stream(device: torch.device) -> Iterator[None]:
-    """Make a new stream the current one; afterwards it is done, and unused memory is back with the driver."""
+    """Make a new stream the current one. On exit its work is done, and unused memory is returned to the driver."""
     if device.type != "cuda":
         yield
         return
     uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # The parameters' memory may still be in use by what was enqueued before.
+    # Work enqueued earlier may still be using the parameters' memory.
     uploads.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(uploads):
@@ -235,14 +236,14 @@ def _upload_stream(device: torch.device) -> Iterator[None]:
     finally:
         uploads.synchronize()
         torch.cuda.empty_cache()
-        # The public name is newer than the oldest torch that is supported.
+        # The public name is newer than the oldest supported torch.
         release_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
         release_host_cache()
 
 
 @contextmanager
 def _readers(traffic: _Traffic, count: int) -> Iterator[None]:
-    """Run reader threads, which have ended when the block is left."""
+    """Run reader threads, which end when the block is left."""
     readers = [
         threading.Thread(target=_read, args=(traffic,), name=f"{THREAD_NAME}-{number}", daemon=True)
         for number in range(count)
@@ -254,20 +255,20 @@ def _readers(traffic: _Traffic, count: int) -> Iterator[None]:
             started.append(reader)
         yield
     finally:
-        # A reader that finds a buffer first finds no chunk for it, and ends as well.
+        # A reader that gets a buffer first finds no chunk for it, and ends too.
         traffic.chunks.clear()
         for _ in started:
             traffic.free.put(None)
         for reader in started:
             reader.join()
-        # What the queues still hold would keep the buffers.
+        # Items left in the queues would keep the buffers alive.
         for queue in (traffic.free, traffic.filled):
             while not queue.empty():
                 queue.get()
 
 
 def _read(traffic: _Traffic) -> None:
-    """Fill buffers with chunks until there are no more of either: what a reader thread runs."""
+    """Fill buffers with chunks until either runs out: the body of a reader thread."""
     while (buffer := traffic.free.get()) is not None:
         try:
             chunk = traffic.chunks.popleft()

@@ -1,7 +1,7 @@
 """Vision-language models: a decoder of one of the text families, with a tower.
 
-A row of `_READERS` reads config.json of an architecture (`vision/`). The decoder is the family of its text part, built
-as ever: its weights have other prefixes, and the tower's rows come besides.
+A row of `_READERS` reads the config.json of an architecture (`vision/`). The decoder is the family of its text part,
+built as usual, except that its weights have other prefixes and the tower's rows are added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["REFUSED_MODELS", "VISION_MODELS", "composed", "with_tower"]
 
 
 def composed(hf: HFConfig, architecture: str) -> Composed | None:
-    """Return the two parts of a vision-language model; None for an architecture that is none.
+    """Return the two parts of a vision-language model, or None for any other architecture.
 
     Raises InvalidCheckpoint, UnsupportedModel.
     """
@@ -43,7 +43,8 @@ def composed(hf: HFConfig, architecture: str) -> Composed | None:
 
 
 def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
-    """Return a decoder's table for files that have a tower besides, under the prefixes of old and new hub layouts."""
+    """Return a decoder's table extended for files that also have a tower, under the prefixes of old and new hub
+    layouts."""
 
     def prefixed(pattern: str) -> list[str]:
         inner = pattern.removeprefix("model.")
@@ -56,7 +57,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
         rows |= vision.image_rows.weights
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
-    # What the decoder alone leaves out may be the tower.
+    # Tensors that the decoder alone ignores may belong to the tower.
     aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in vision.weights)]
     whole = [each for name in aside for each in prefixed(name)]
     return WeightMap({**rows, **towers}, ignored=ignored, aside=[*whole, *unused])
@@ -160,7 +161,7 @@ VISION_MODELS: Mapping[str, str] = {
     "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
     "VipLlavaForConditionalGeneration": "ViP-LLaVA 7B, 13B, as llava-hf has it",
 }
-"""Architecture -> the models that come under it."""
+"""Architecture -> the models that use it."""
 
 
 _NEAREST_LLAVA = "LlavaNextForConditionalGeneration"

@@ -1,22 +1,23 @@
-"""From checkpoint tensors to our modules: the weight-name table of a family, and loading by it.
+"""Weight tables: how the names of checkpoint tensors map to our modules, and loading by such a table.
 
-A row maps a checkpoint *module* to one of ours: "model.layers.{i}.self_attn.q_proj" -> "layers.{i}.attn.qkv[q]". What
-follows the module in a tensor's name ("weight", "bias", later "qweight" or "lora_A.weight") is the suffix, and belongs
-to the module that receives it. Brackets name the part of a fused parameter:
+A row maps a checkpoint *module* to one of ours: "model.layers.{i}.self_attn.q_proj" -> "layers.{i}.attn.qkv[q]". The
+rest of a tensor's name after the module ("weight", "bias", later "qweight" or "lora_A.weight") is the suffix, which
+belongs to the receiving module. Brackets name the part of a fused parameter:
 
     layers.{i}.attn.qkv[q]                   part q
     layers.{i}.mlp.experts.gate_up[up,{e}]   part up of expert e
     layers.{i}.mlp.experts.down[{e}]         expert e
-    layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v one after the other along axis 0
-    layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
-    layers.{i}.attn.qkv[q+gate:by_head]      one tensor holds, per head, its part of q and that of the gate
-    layers.{i}.attn.qkv[q+k+v:transposed]    q, k and v one after the other along axis 1: a weight is [in, out]
-    layers.{i}.mlp.down[:transposed]         a weight [in, out] alone
-    layers.{i}.attn.qkv[q+k+v:quarters]      one tensor holds, four times, a quarter of q, of v and of k
-    layers.{i}.mlp.gate_up[gate+up:stacked]  one tensor [experts, out, in] holds all experts, with gate and up of each;
-                                             `fused.STACKS` has other orders
+        layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v, concatenated along axis 0
+        layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
+        layers.{i}.attn.qkv[q+gate:by_head]      one tensor holds, per head, its part of q, then of the gate
+        layers.{i}.attn.qkv[q+k+v:transposed]    q, k and v, concatenated along axis 1: a weight is [in, out]
+        layers.{i}.mlp.down[:transposed]         a single weight [in, out]
+        layers.{i}.attn.qkv[q+k+v:quarters]      one tensor holds, four times, a quarter of q, of v and of k
+        layers.{i}.mlp.gate_up[gate+up:stacked]  one tensor [experts, out, in] holds all experts, with gate and up of
+        each;
+                                                 `fused.STACKS` has other orders
 
-A tensor that is called otherwise than by its module and a suffix has a row of its own, whose target ends in the suffix:
+A tensor that is not named by its module and a suffix has a row of its own, whose target ends in the suffix:
 "model.layers.{i}.mlp.gate.e_score_correction_bias" -> "layers.{i}.mlp.correction:bias".
 """
 
@@ -62,13 +63,13 @@ logger = logging.getLogger("asyncllm")
 _FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _IN_MEMORY = "update_weights"
-"""The source of tensors that come from no file."""
+"""The source of tensors that do not come from a file."""
 
 _LEAST_RUN = 4096
-"""Bytes of a row of a rank's columns that are worth a read of their own, which takes some 2 us."""
+"""Minimum bytes per row of a rank's columns for which a separate read pays off; a read takes some 2 us."""
 
 _MAX_REFUSED = 5
-"""Tensors that an error message tells about."""
+"""Maximum number of tensors listed in an error message."""
 
 _TARGET = re.compile(
     r"(?P<module>[^\[\]:]+)(?::(?P<suffix>\w+))?"
@@ -79,10 +80,10 @@ _TARGET = re.compile(
 
 @runtime_checkable
 class WeightOwner(Protocol):
-    """What a module that owns parameters offers to the loader.
+    """The interface of modules that own parameters to the loader.
 
-    Where `stored(suffix)` is offered too, as `layers.linear_method.Weighted` does, it says which types and which axis
-    of output features the tensors of a suffix have; else they are floats, with the output features first.
+    Modules may also have `stored(suffix)`, like `layers.linear_method.Weighted`. It returns the dtypes and the axis of
+    output features of a suffix's tensors; the default is floats with output features first.
     """
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
@@ -91,13 +92,14 @@ class WeightOwner(Protocol):
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
         """Copy a tensor of the declared shape into the parameter, converting to its dtype and device.
 
-        `tensor` is on the parameter's device already, or a read-only view of a file. Its memory is gone afterwards.
+        `tensor` is already on the parameter's device, or is a read-only view of a file. Its memory is invalid
+        afterwards.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint tensor goes: `keys` are the parts of module `module` that it fills, in order along the output
+    """Where a checkpoint tensor goes: it fills the parts `keys` of module `module`, in order along the output
     features."""
 
     module: str
@@ -106,24 +108,24 @@ class Target:
 
     @property
     def stack(self) -> Stack | None:
-        """How the weights of all experts lie, where there are all of them."""
+        """The order of stacked experts, if the tensor holds all of them."""
         return STACKS.get(self.layout or "")
 
     def of_experts(self, count: int) -> Target:
-        """Return the parts of each of `count` experts."""
+        """Return the target with its parts for each of `count` experts."""
         keys = tuple((suffix, part, expert) for expert in range(count) for suffix, part, _ in self.keys)
         return Target(self.module, keys, self.layout)
 
     @property
     def transposed(self) -> bool:
-        """Whether it is a matrix [in, out]. What a quantization stores in its place is not."""
+        """Whether the tensor is a matrix [in, out]. Quantized tensors in its place are not transposed."""
         return self.layout == "transposed" and self.keys[0][0] == "weight"
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A parsed row: `module` still holds its placeholders; `index` names the placeholder that is the part's index;
-    `suffix` is that of a row for one tensor."""
+    """A parsed row: `module` still has its placeholders; `index` names the placeholder that is the part's index;
+    `suffix` is set for a row of a single tensor."""
 
     module: str
     suffix: str | None
@@ -147,11 +149,11 @@ class _Row:
 
 
 class WeightMap:
-    """The weight-name table of a family. Immutable.
+    """The weight table of a family. Immutable.
 
-    `rows` maps patterns of checkpoint module names to targets of our model. `ignored` are patterns of whole tensor
-    names that the model does not need, `aside` those of modules with all that is in them; both win over rows. A
-    placeholder such as {i} stands for one decimal number.
+    `rows` maps patterns of checkpoint module names to targets in our model. `ignored` are patterns of tensor names that
+    the model does not need, `aside` patterns of modules to skip entirely; both take precedence over rows. A placeholder
+    such as {i} stands for one decimal number.
 
     Raises ValueError for a malformed table, which is a mistake in a family file.
     """
@@ -178,44 +180,43 @@ class WeightMap:
 
     @property
     def aside(self) -> tuple[str, ...]:
-        """Patterns of modules that are left out whole."""
+        """Patterns of modules that are skipped entirely."""
         return self._aside
 
     def replaced(self, rows: Mapping[str, str]) -> WeightMap:
-        """Return this table with `rows` added; a row whose pattern is already there takes its place."""
+        """Return this table with `rows` added; a row replaces the one with the same pattern."""
         return WeightMap({**self._rows, **rows}, ignored=self._ignored, aside=self._aside)
 
     def without(self, *patterns: str) -> WeightMap:
-        """Return this table less the rows of these patterns. Raises KeyError for a pattern that is not there."""
+        """Return this table without the rows of these patterns. Raises KeyError for an unknown pattern."""
         rows = dict(self._rows)
         for pattern in patterns:
             del rows[pattern]
         return WeightMap(rows, ignored=self._ignored, aside=self._aside)
 
     def ignoring(self, *patterns: str) -> WeightMap:
-        """Return this table with more ignored tensor names: a tied head adds "lm_head.weight"."""
+        """Return this table with more ignored tensor names; a tied head adds "lm_head.weight"."""
         return WeightMap(self._rows, ignored=(*self._ignored, *patterns), aside=self._aside)
 
     def setting_aside(self, *patterns: str) -> WeightMap:
-        """Return this table with more modules that are left out whole: layers that only guess further tokens."""
+        """Return this table with more modules to skip entirely, such as layers that only predict further tokens."""
         return WeightMap(self._rows, ignored=self._ignored, aside=(*self._aside, *patterns))
 
     def with_optional_prefix(self, prefix: str) -> WeightMap:
-        """Return this table for names with and without `prefix`, which the files of a model saved without its head
-        lack."""
+        """Return this table for names with and without `prefix`, which files of a model saved without its head lack."""
         bare = {pattern.removeprefix(prefix): target for pattern, target in self._rows.items()}
         ignored = [pattern.removeprefix(prefix) for pattern in self._ignored]
         return WeightMap({**bare, **self._rows}, ignored=(*self._ignored, *ignored), aside=self._aside)
 
     def module_aside(self, name: str) -> str | None:
-        """Return the module that is left out with tensor `name`; None where none is."""
+        """Return the skipped module that tensor `name` belongs to, or None."""
         segments = name.split(".")
         depths = [depth for depth, _, _ in walk(self._modules, segments)]
         return ".".join(segments[: depths[0]]) if depths else None
 
     def resolve(self, name: str) -> Target | None:
-        """Return where tensor `name` goes, or None if it is left out, as rotary buffers and scales of caches are. The
-        longest matching row wins.
+        """Return where tensor `name` goes, or None if it is skipped, like rotary buffers and cache scales. The longest
+        matching row wins.
 
         Raises InvalidCheckpoint when no row matches.
         """
@@ -241,18 +242,18 @@ class WeightMap:
 
 
 class _Offer(NamedTuple):
-    """A tensor for the model, before anything of it is read."""
+    """A tensor offered to the model, before any of it is read."""
 
     name: str
     dtype: str
-    """By the format's name."""
+    """Name in the safetensors format."""
     shape: tuple[int, ...]
     source: str
-    """Where it comes from, for error messages."""
+    """The tensor's origin, for error messages."""
 
 
 class LoadPlan:
-    """Which tensor fills what of a model; made of offers, one after the other."""
+    """Which tensor fills which part of a model. Built from offers, one by one."""
 
     def __init__(self, model: nn.Module, table: WeightMap) -> None:
         self._owners = _owners(model)
@@ -262,10 +263,10 @@ class LoadPlan:
         }
         self._filled: dict[tuple[str, PartKey], str] = {}
         self.targets: dict[str, Target] = {}
-        """By name of the tensors that are needed."""
+        """Targets of the needed tensors, by name."""
 
     def add(self, offer: _Offer) -> None:
-        """Find the place of a tensor. Raises InvalidCheckpoint, UnsupportedModel."""
+        """Find the target of a tensor. Raises InvalidCheckpoint, UnsupportedModel."""
         target = _resolve(self._table, offer)
         if target is None:
             return
@@ -283,7 +284,7 @@ class LoadPlan:
         self.targets[offer.name] = target
 
     def _settled(self, target: Target, experts: int, shape: Sequence[int]) -> Target:
-        """Return a target whose layout is one and not either of two, by the shape of its tensor."""
+        """Return a target with one layout, chosen by the tensor's shape where the table allows two."""
         parts = [self.expected.get((target.module, key), ()) for key in target.keys if key[2] == 0]
         if target.layout != "stacked_either" or not all(parts):
             return target
@@ -306,7 +307,7 @@ class LoadPlan:
         return [whole[part][0] for _, part, _ in target.keys if part in whole]
 
     def quantized(self, name: str) -> str | None:
-        """Return the path of the layer that tensor `name` is for, if its parts cannot be given one by one."""
+        """Return the path of the layer of tensor `name`, if its parts cannot be replaced one by one."""
         target = self._table.resolve(name)
         owner = None if target is None else self._owners.get(target.module)
         return target.module if target and isinstance(owner, Weighted) and not owner.method.replaceable else None
@@ -322,7 +323,7 @@ class LoadPlan:
                 raise InvalidCheckpoint(f"{short(name)}: {error}") from None
 
     def incomplete(self) -> list[str]:
-        """Return what no tensor fills of parts whose tensors have to come together, and of which some have come."""
+        """Return the missing tensors of parts whose tensors have to come together and of which some have come."""
         begun = {(path, part, index) for path, (_, part, index) in self._filled}
         return [
             _describe(path, key)
@@ -334,7 +335,7 @@ class LoadPlan:
         ]
 
     def missing(self) -> str | None:
-        """Return what no tensor fills, as the middle of a sentence; None if all is filled."""
+        """Return which parts no tensor fills, as the middle of a sentence; None if all are filled."""
         missing = [_describe(path, key) for path, key in self.expected if (path, key) not in self._filled]
         if not missing:
             return None
@@ -344,8 +345,8 @@ class LoadPlan:
         )
 
     def wanted(self, entry: TensorEntry) -> TensorEntry:
-        """Return what has to be read of a tensor: where ranks divide it, this one's part. All of it where several parts
-        of a layer are one tensor, or the rank's columns are so few that each row is a read of its own for nothing."""
+        """Return the part of a tensor to read: this rank's share, if ranks divide it. Return all of it if one tensor
+        holds several parts of a layer, or if the rank's columns are too short for a separate read per row."""
         target = self.targets[entry.name]
         owner = self._owners[target.module]
         if not isinstance(owner, Weighted) or target.layout is not None or len(target.keys) > 1:
@@ -357,14 +358,14 @@ class LoadPlan:
         return entry if some.stride and some.num_bytes < _LEAST_RUN * some.shape[0] else some
 
     def copy_own(self, name: str, tensor: Tensor) -> None:
-        """Copy what `wanted` names of a tensor to its place."""
+        """Copy the part of a tensor that `wanted` returns to its target."""
         target = self.targets[name]
         owner = self._owners[target.module]
-        assert isinstance(owner, Weighted), "of other layers all is wanted"
+        assert isinstance(owner, Weighted), "other layers are read whole"
         owner.load_own(*target.keys[0], tensor)
 
     def copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to its place, which it does not outlive."""
+        """Copy a tensor to its target. The tensor is invalid afterwards."""
         target = self.targets[name]
         owner = self._owners[target.module]
         if target.transposed:
@@ -397,9 +398,9 @@ def expected_numbers(model: nn.Module) -> int:
 
 
 def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> LoadPlan:
-    """Return which tensor of `checkpoint` fills what of `model`, which may be on the meta device.
+    """Return which tensor of `checkpoint` fills which part of `model`, which may be on the meta device.
 
-    Everything is checked against the headers, and no data is read. Raises as `load` does.
+    Everything is checked against the headers, and no data is read. Raises like `load`.
     """
     plan = LoadPlan(model, table)
     for entry in checkpoint.tensors.values():
@@ -407,7 +408,10 @@ def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> Loa
     for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
         if module is not None:
             logger.info(
-                "%s: %d tensors of %s are left out, as the model does without it", checkpoint.folder, count, module
+                "%s: %d tensors of %s are left out, because the model does not need them",
+                checkpoint.folder,
+                count,
+                module,
             )
     missing = plan.missing()
     if missing is not None:
@@ -422,13 +426,13 @@ def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> Loa
 def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     """Fill every parameter of `model` from `checkpoint`.
 
-    Everything is checked against the headers before the first byte of data is read: a model is filled whole or the
-    call raises. Values are converted to each parameter's dtype and device.
+    Everything is checked against the headers before the first byte of data is read: either the whole model is filled,
+    or the call raises. Values are converted to each parameter's dtype and device.
 
     Raises:
-        InvalidCheckpoint: a tensor that no row or parameter takes, that fills a part twice or has the wrong shape, or
-            parts that no tensor fills.
-        UnsupportedModel: a tensor of a type that its place does not take, such as integers where floats belong.
+        InvalidCheckpoint: a tensor has no row or parameter, fills a part twice or has the wrong shape, or no tensor
+            fills some part.
+        UnsupportedModel: a tensor's dtype does not fit its target, such as integers instead of floats.
         TypeError: a module of `model` owns parameters and is not a WeightOwner.
         ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
     """
@@ -438,7 +442,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
     plan = plan_load(model, checkpoint, table)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cpu":
-        # The file's pages are the source of the only copy: nothing to stage.
+        # The file's pages are the source of the only copy, so nothing has to be staged.
         with closing(checkpoint.read(plan.targets)) as tensors:
             for name, tensor in tensors:
                 plan.copy(name, tensor)
@@ -447,7 +451,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
 
 
 def stream_to(plan: LoadPlan, checkpoint: Checkpoint, device: torch.device, **settings: int) -> None:
-    """Read what a plan wants of a checkpoint to `device`, and copy it to its place. `settings`: of `stream`."""
+    """Read the tensors of a plan to `device`, and copy each to its target. `settings`: of `stream`."""
 
     def take(entry: TensorEntry, tensor: Tensor) -> None:
         whole = entry.shape == checkpoint.tensors[entry.name].shape
@@ -459,11 +463,12 @@ def stream_to(plan: LoadPlan, checkpoint: Checkpoint, device: torch.device, **se
 def plan_update(
     model: nn.Module, tensors: Mapping[str, Tensor], table: WeightMap, *, whole: bool = False
 ) -> Callable[[], None]:
-    """Check tensors that shall replace parameters of `model`, by their names in a checkpoint; some, or with `whole` all
-    of them. -> what copies them there, in place, to each parameter's dtype and device, wherever the tensors lie.
+    """Check tensors that will replace parameters of `model`, by their names in a checkpoint: some of them, or with
+    `whole` all. Return a function that copies them in place, to each parameter's dtype and device, wherever the tensors
+    are.
 
-    Nothing is copied here, and of tensors that all fit nothing can be refused later. The parameters may be on the meta
-    device as long as they are only checked. Raises InvalidParameter, which names what does not fit.
+    This call copies nothing, and once it has accepted all tensors, none can be refused later. The parameters may be on
+    the meta device if they are only checked. Raises InvalidParameter, which names the tensors that do not fit.
     """
     plan = LoadPlan(model, table)
     refused: list[str] = []
@@ -510,8 +515,8 @@ def plan_update(
 
 
 def _check_tied(plan: LoadPlan, tensors: Mapping[str, Tensor], table: WeightMap) -> None:
-    """Raise InvalidParameter for a head that would be left out, and is not the copy of the embedding that it is for a
-    model that ties them."""
+    """Raise InvalidParameter for a head that would be ignored although it is not a copy of the embedding, in a model
+    that ties the two."""
     embeddings = [tensors[name] for name, target in plan.targets.items() if target.module == "embed"]
     for name in set(table.ignored).intersection(tensors):
         for embedding in embeddings:
@@ -525,8 +530,8 @@ def _check_tied(plan: LoadPlan, tensors: Mapping[str, Tensor], table: WeightMap)
 
 
 def _offer(name: str, tensor: Any) -> _Offer:
-    """Return a tensor in memory. Raises InvalidCheckpoint for what is none."""
-    # A subclass may stand for a part of a tensor, and fail in the midst of the copies.
+    """Return an offer of a tensor in memory. Raises InvalidCheckpoint if it is not a plain tensor."""
+    # A subclass may stand for a part of a tensor, and fail in the middle of the copies.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidCheckpoint(
             f"{_IN_MEMORY}: {short(name)} is not a dense torch.Tensor with data, but {type(tensor).__name__}. Gather "
@@ -560,7 +565,7 @@ def _check(
     stored: Stored,
     features: Sequence[int],
 ) -> None:
-    """Refuse a tensor by its dtype, its place and its shape. `features`: output features of each part."""
+    """Refuse a tensor with the wrong dtype, target or shape. `features`: output features of each part."""
     shapes = [expected.get((target.module, key)) for key in target.keys]
     if offer.dtype not in (FLOATS if None in shapes else stored).dtypes:
         raise UnsupportedModel(

@@ -22,7 +22,7 @@ async def test_whole_experts_give_the_tokens_of_one_rank(tmp_path: Path) -> None
         async with AsyncEngine(folder, settings(**fields)) as engine:
             found.append(await tokens_of(engine, (1, 4)))
     assert found[0] == found[1]
-    with pytest.raises(InvalidParameter, match="ep is 4 and tp 2"):
+    with pytest.raises(InvalidParameter, match="ep is 4 and tp is 2"):
         AsyncEngine(folder, settings(tp=2, ep=4))
 
 
