@@ -1,4 +1,5 @@
-"""The ops that layers may call: one function each, whose body is the plain torch reference and the CPU back end."""
+"""The ops that layers may call: one function each, whose body is the plain torch reference and the CPU
+implementation."""
 
 from asyncllm.kernels.activation import ActivationKind, activate, gelu_tanh_mul, sigmoid, silu, silu_mul, softplus
 from asyncllm.kernels.attention import (

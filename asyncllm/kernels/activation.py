@@ -1,4 +1,4 @@
-"""Activations; of gated ones, the first half of the last axis is the gate, the second half is what it lets through."""
+"""Activations. In gated ones, the first half of the last axis is the gate and the second half is what it multiplies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["ActivationKind", "activate", "gelu_tanh_mul", "sigmoid", "silu", "si
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 
 _LANES = 64
-"""A multiple of the elements that a loop of vector instructions takes at a time, for any type and CPU."""
+"""A multiple of the number of elements per iteration of a vectorized loop, for any dtype and CPU."""
 _ONE_THREAD = 32768
-"""torch divides loops over as many elements among its threads (at::internal::GRAIN_SIZE)."""
+"""torch divides loops over this many elements among its threads (at::internal::GRAIN_SIZE)."""
 
 
 @op("activation:activate")
 def activate(x: Tensor, kind: ActivationKind) -> Tensor:
-    """Return the activation of every number, in float32 and rounded once. x [..., I] -> [..., I].
+    """Apply the activation to every number, in float32, and round once. x [..., I] -> [..., I].
 
     gelu is the form with erf, gelu_tanh its approximation (Hendrycks and Gimpel, 2016); squared_relu is max(x, 0)^2 (So
     et al., 2021).
@@ -40,14 +40,14 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 
 @op("activation:silu_mul")
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up. x [..., 2I], gate first -> [..., I]. SwiGLU of Shazeer, 2020."""
+    """silu(gate) * up. x [..., 2I], gate first -> [..., I]. SwiGLU (Shazeer, 2020)."""
     gate, up = x.chunk(2, -1)
     return alike(F.silu, gate).mul_(up)
 
 
 @op("activation:gelu_tanh_mul")
 def gelu_tanh_mul(x: Tensor) -> Tensor:
-    """gelu(gate) * up with the tanh form of gelu. x [..., 2I], gate first -> [..., I]. GeGLU of Shazeer, 2020."""
+    """gelu(gate) * up with the tanh form of gelu. x [..., 2I], gate first -> [..., I]. GeGLU (Shazeer, 2020)."""
     gate, up = x.chunk(2, -1)
     return alike(_gelu_tanh, gate).mul_(up)
 
@@ -71,11 +71,12 @@ _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 
 def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return a function of every number, whose bits depend on the number alone and not on its place. x [...] -> [...].
+    """Apply a function to every number so that its bits depend only on the number and not on its position. x [...] ->
+    [...].
 
     On a CPU torch computes the last numbers of a tensor, and of each thread's part of it, without vector instructions,
-    and rounds them otherwise. Which numbers these are depends on how many rows a step has. So a tensor of an odd size
-    is padded, and one that threads would cut at an odd place is computed in pieces.
+    which round differently. Which numbers these are depends on how many rows a step has. Therefore a tensor of odd size
+    is padded, and one that threads would cut at an odd position is computed in pieces.
     """
     if not x.is_cpu or _is_even(x):
         return function(x)
@@ -87,7 +88,7 @@ def alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _is_even(x: Tensor) -> bool:
-    """Return whether torch takes all numbers by vector instructions."""
+    """Return whether torch computes all numbers with vector instructions."""
     if x.dim() == 0 or x.stride(-1) != 1 or x.shape[-1] % _LANES:
         return False
     count = x.numel()

@@ -1,16 +1,16 @@
 """Attention over pages: decode (one query per row, batched over rows) and prefill (many queries per row).
 
 Both are exact softmax attention with grouped query heads: query head h reads KV head h // (H / K). A key at position j
-is visible to a query at position p iff j <= p and, with a window, p - j < window. Of a score, in this order:
+is visible to a query at position p iff j <= p and, with a window, p - j < window. A score is computed in this order:
 
 - `scale` multiplies q k^T, and a softcap squashes it to cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118);
 - ALiBi adds slope * (j - p), with one slope per query head, float32 [H] (Press et al., arXiv 2108.12409);
-- the softmax is taken in float32; sinks, one logit per query head, float32 [H], enter its denominator as one more key
-  would that has no value (gpt-oss; Xiao et al., arXiv 2309.17453).
+- the softmax is computed in float32; sinks, one logit per query head, float32 [H], enter its denominator like one more
+  key that has no value (gpt-oss; Xiao et al., arXiv 2309.17453).
 
-What depends on the step alone is planned once, and shared by all layers with this window. A row with kv_len 0 is
-padding: nothing of it is read, and its output is zeros. Decode rows with kv_len -1, behind all others, are absent: they
-have no token and no output, so that a plan in a CUDA graph serves any number of rows.
+Everything that depends only on the step is planned once, and shared by all layers with the same window. A row with
+kv_len 0 is padding: none of it is read, and its output is zeros. Decode rows with kv_len -1, after all others, are
+absent: they have no token and no output, so that a plan in a CUDA graph serves any number of rows.
 """
 
 from __future__ import annotations
@@ -35,40 +35,41 @@ __all__ = [
 ]
 
 DECODE_TILE = 2**20
-"""Most numbers of K gathered at a time: 4 MiB in float32, which stays in the caches of two cores. A layer of 64 rows of
-150 tokens, 2 KV heads of 64: 1.09 ms of one core in tiles of 2**20, 1.21 ms of 2**18."""
+"""Maximum number of elements of K gathered at a time: 4 MiB in float32, which fits the caches of two cores. A layer of
+64 rows of 150 tokens with 2 KV heads of 64 takes one core 1.09 ms in tiles of 2**20, 1.21 ms in tiles of 2**18."""
 
 GATHER_LINES = 1024
-"""Up to this many lines of keys, keys and values are gathered for torch's own attention: fewer calls, and the copy is
-small."""
+"""Up to this many lines of keys, keys and values are gathered for torch's own attention: it needs fewer calls, and the
+copy is small."""
 
 QUERY_TILE = 512
-"""Most query rows of a prefill scored at a time; bounds the mask and skips keys that no query of the tile sees."""
+"""Maximum number of prefill queries scored at a time; bounds the mask, and skips keys that no query of the tile
+sees."""
 
 DecodePlan: TypeAlias = tuple[Any, ...]
-"""What `plan_decode_attention` gave, for `paged_decode_attention` on the same kind of device. Opaque to others."""
+"""The result of `plan_decode_attention`, for `paged_decode_attention` on the same kind of device. Opaque elsewhere."""
 
 PrefillPlan: TypeAlias = tuple[Any, ...]
-"""What `plan_prefill_attention` gave, for `paged_prefill_attention` on the same kind of device."""
+"""The result of `plan_prefill_attention`, for `paged_prefill_attention` on the same kind of device."""
 
 
 class _DecodeLines(NamedTuple):
-    """Where decode attention finds its keys and values."""
+    """Where decode attention reads its keys and values."""
 
     num_rows: int
     """B."""
     lines: Tensor
-    """[2, B * K, width] int64: for each row and KV head the lines (`KVCache.lines`) of its keys, and of its values."""
+    """[2, B * K, width] int64: for each row and KV head, the lines (`KVCache.lines`) of its keys, and of its values."""
     few_lines: Tensor | None
-    """The same, flat; None where they are too many to be gathered at once."""
+    """The same, flat; None if there are too many to gather at once."""
     bags: Tensor | None
-    """[B * K, G, width] int64: the lines of values, for each query head of a KV head; None with `few_lines`."""
+    """[B * K, G, width] int64: the lines of values, for each query head of a KV head; None if `few_lines` is set."""
     bias: Tensor | None
-    """[B * K, 1, width] float32: -inf at lines that the row does not see; None when it sees them all."""
+    """[B * K, 1, width] float32: -inf at lines that the row does not see; None if it sees all."""
     distances: Tensor
-    """[B, width] int64: position of the key less that of the query."""
+    """[B, width] int64: position of the key minus position of the query."""
     padding: Tensor | None
-    """[B] bool: rows without keys; None when there are none."""
+    """[B] bool: rows without keys; None if there are none."""
 
 
 class _PrefillRows(NamedTuple):
@@ -80,11 +81,11 @@ class _PrefillRows(NamedTuple):
     kv_lens: list[int]
     window: int | None
     tile: int
-    """Most queries scored at a time."""
+    """Maximum number of queries scored at a time."""
 
 
 class _Shape(NamedTuple):
-    """How scores become weights: the arguments that all layers of one kind share."""
+    """How scores become weights: arguments shared by all layers of one kind."""
 
     scale: float
     softcap: float | None
@@ -98,11 +99,11 @@ def plan_decode_attention(
 ) -> DecodePlan:
     """Return the plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
-    block_tables [B, N] integers, kv_lens [B] integers, the query's own token included; 0 for padding, -1 for absent.
-    On a GPU nothing waits for the device, and the plan may be captured in a CUDA graph with the attention that uses it:
-    a replay plans for what kv_lens and block_tables hold then. Attention keeps its partial sums in the plan, so that
-    layers use it one after another. Raises ValueError there unless the block size is a multiple of 16 and head_dim one
-    of 8 up to 512.
+    block_tables [B, N] integers; kv_lens [B] integers, including the query's own token; 0 for padding, -1 for absent
+    rows. On a GPU this does not wait for the device, and the plan may be captured in a CUDA graph together with the
+    attention that uses it: a replay plans for the current contents of kv_lens and block_tables. Attention stores
+    partial sums in the plan, so layers must use it one after another. On a GPU, raises ValueError unless the block size
+    is a multiple of 16 and head_dim is one of 8 up to 512.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     kv_lens = kv_lens[: int((kv_lens >= 0).sum())].long()
@@ -112,7 +113,7 @@ def plan_decode_attention(
     positions = torch.arange(width, device=kv_lens.device).expand(len(kv_lens), -1)
     if width < longest:
         positions = positions + (kv_lens - width).clamp_(min=0)[:, None]
-    # Past its end a row reads its last token again: a masked NaN of another sequence would still make its sum NaN.
+    # Beyond its end a row reads its last token again: a masked NaN of another sequence would still make its sum NaN.
     read = torch.minimum(positions, (kv_lens - 1).clamp_(min=0)[:, None]) if shortest < width else positions
     pages = read.div(block_size, rounding_mode="floor")
     blocks = block_tables.gather(1, pages).long()
@@ -142,11 +143,11 @@ def paged_decode_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend with the last token of each row to what the plan shows it of the row's context.
+    """Attend with the last token of each row to the part of its context that the plan covers.
 
-    q [T, H, D] -> [T, H, D] of q's type, of which the first tokens are those of the plan's rows that are not absent;
-    what follows them is not read, and not written. sinks and alibi [H] float32. The result is written to `out` if that
-    is given. On a GPU it is the same from run to run.
+    q [T, H, D] -> [T, H, D] in q's dtype. The first tokens are those of the plan's rows that are not absent; tokens
+    after them are neither read nor written. sinks and alibi [H] float32. The result is written to `out` if given. On a
+    GPU it is identical from run to run.
     """
     lines: _DecodeLines = plan  # type: ignore[assignment]
     rows = lines.num_rows
@@ -207,13 +208,13 @@ def _attend_lines(q: Tensor, cache: KVCache, plan: _DecodeLines, shape: _Shape) 
 
 
 def _per_list(values: Tensor, grouped: Tensor) -> Tensor:
-    """values [H] -> [B * K, G, 1], as the queries grouped [B * K, G, D] are laid out."""
+    """values [H] -> [B * K, G, 1], in the layout of grouped queries [B * K, G, D]."""
     num_lists, group, _ = grouped.shape
     return values.view(-1, group, 1).repeat(num_lists * group // len(values), 1, 1)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 of scores [..., S] and, in the denominator, of sinks [..., 1]."""
+    """Softmax in float32 of scores [..., S], with sinks [..., 1] in the denominator."""
     if sinks is None:
         return scores.softmax(-1, torch.float32)
     return torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1).softmax(-1, torch.float32)[
@@ -236,11 +237,12 @@ def plan_prefill_attention(
     """Return the plan of one step for all layers with a cache of this shape, this window, and `num_heads` query heads.
 
     block_tables [B, N] integers; q_offsets [B + 1] integers: row b owns queries q_offsets[b] to q_offsets[b + 1], at
-    most max_q_len of them; kv_lens [B] integers: its query i sits at position kv_lens[b] - (number of its queries) + i.
+    most max_q_len of them; kv_lens [B] integers: query i of the row is at position kv_lens[b] - (number of its queries)
+    + i.
 
-    `invariant` fixes the tiles, which otherwise follow max_q_len. Then a query gets the same bits whatever else is in
-    the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises ValueError as
-    `plan_decode_attention` does.
+    `invariant` fixes the tiles, which otherwise depend on max_q_len. A query then gets the same bits whatever else is
+    in the batch, however its prompt is cut into chunks, and also as a row of one query, as in decode. Raises ValueError
+    like `plan_decode_attention`.
     """
     tile = 1 if invariant else QUERY_TILE
     return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), window, tile)
@@ -260,8 +262,8 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Attend with the last tokens of each row, causally, to the row's whole context.
 
-    q [T, H, D] -> [T, H, D] of q's type; tokens that belong to none of the plan's rows are not read, and not written.
-    sinks and alibi [H] float32. The result is written to `out` if that is given.
+    q [T, H, D] -> [T, H, D] in q's dtype; tokens outside the plan's rows are neither read nor written. sinks and alibi
+    [H] float32. The result is written to `out` if given.
     """
     rows = _PrefillRows(*plan)
     shape = _Shape(scale, softcap, sinks, alibi)
@@ -297,10 +299,10 @@ def paged_joint_attention(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """Attend with the last tokens of one row to the row's context and to each other, whichever comes first.
+    """Attend with the last tokens of one row to the row's context and to each other, regardless of order.
 
     q [T, H, D], of tokens at positions kv_len - T to kv_len - 1; block_table [N] integers -> [T, H, D]. `window`, sinks
-    and alibi as in prefill: the window bounds what comes before a token. In plain torch, for the images of a prompt.
+    and alibi as in prefill: the window bounds the context before a token. In plain torch, for the images of a prompt.
     """
     shape = _Shape(scale, softcap, sinks, alibi)
     return _attend_row(q, cache, block_table, kv_len, len(q), window, shape, joint=True)
@@ -317,8 +319,8 @@ def _attend_row(
     *,
     joint: bool = False,
 ) -> Tensor:
-    """Attend with the queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, with its blocks
-    [N]. `joint`: they see each other."""
+    """Attend with queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, whose blocks are [N].
+    `joint`: the queries see each other."""
     num_kv_heads, block_size = cache.k.shape[1:3]
     lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
     first_page = lowest // block_size

@@ -15,15 +15,15 @@ from asyncllm.kernels.quantized_kv import QuantizedKV
 __all__ = ["GPU_BLOCK_MULTIPLE", "KVCache", "PagedKV", "copy_blocks", "fill_kv_cache", "plan_cache_write"]
 
 GPU_BLOCK_MULTIPLE = 16
-"""Tokens of a block are a multiple of this on a GPU: attention reads tiles of as many keys or more, the K of a tensor
-core instruction."""
+"""On a GPU the block size is a multiple of this: attention reads tiles of at least as many keys, the K of a tensor core
+instruction."""
 
 
 class PagedKV(NamedTuple):
     """Keys and values of one layer, in blocks.
 
     A token's *place* is its block's id * block_size + its offset in the block. A *line* is one head of one token's key
-    or value. Keys and values share their memory, so that a step writes both at once, and reads both at once.
+    or value. Keys and values share their memory, so that a step writes both at once and reads both at once.
     """
 
     k: Tensor
@@ -35,7 +35,7 @@ class PagedKV(NamedTuple):
 
     @staticmethod
     def over(pages: Tensor) -> PagedKV:
-        """Return the cache in `pages` [2, blocks, kv_heads, block_size, head_dim], contiguous: keys, then values."""
+        """Return the cache over contiguous `pages` [2, blocks, kv_heads, block_size, head_dim]: keys, then values."""
         return PagedKV(pages[0], pages[1], pages.view(-1, pages.shape[-1]))
 
     @property
@@ -43,37 +43,37 @@ class PagedKV(NamedTuple):
         return self.k.shape[-1]
 
     def write(self, lines: Tensor, kv: Tensor) -> None:
-        """Write kv [N, head_dim] to lines [N]: for each token its keys' heads, then its values'."""
+        """Write kv [N, head_dim] to lines [N]: for each token its key heads, then its value heads."""
         self.lines.index_copy_(0, lines, kv)
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of lines [N] -> [N, head_dim] of its own dtype: of keys, or of keys and then as many
+        """Return lines [N] -> [N, head_dim] in the cache's own dtype: of keys, or of keys followed by as many
         values."""
         return self.lines.index_select(0, lines)
 
     def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole pages [N], counted head by head -> [N, block_size, head_dim] each."""
+        """Return keys and values of whole pages [N], numbered head by head -> [N, block_size, head_dim] each."""
         return self.k.flatten(0, 1).index_select(0, pages), self.v.flatten(0, 1).index_select(0, pages)
 
     def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
-        """Sums of lines [L, G, S], which are the same for all G, by weights [L, G, S] -> [L * G, head_dim]."""
-        # A bag is a weighted sum of lines: it reads them in place, where a matmul needs them gathered first.
+        """Return the sums of lines [L, G, S], equal for all G, weighted by weights [L, G, S] -> [L * G, head_dim]."""
+        # A bag is a weighted sum of lines: it reads them in place, whereas a matmul needs them gathered first.
         width = lines.shape[2]
         bags = lines.reshape(-1, width)
         return F.embedding_bag(bags, self.lines, mode="sum", per_sample_weights=weights.view(-1, width))
 
 
 KVCache: TypeAlias = PagedKV | QuantizedKV
-"""Keys and values of one layer in blocks, whatever is kept of a number."""
+"""Keys and values of one layer in blocks, in any format."""
 
 
 @op("cache:plan_cache_write")
 def plan_cache_write(places: Tensor, cache: KVCache) -> Tensor:
-    """Return what `rope_fill_kv` and `fill_kv_cache` take to know where a step's tokens go. places [T] int64.
+    """Return the plan by which `rope_fill_kv` and `fill_kv_cache` find the places of a step's tokens. places [T] int64.
 
-    The plan serves all layers of one shape. On a CPU it has the lines of each place: its keys' heads, then its values',
-    [T * 2 * kv_heads] int64. On CUDA it is the places themselves, where -1 (padding of a captured step) says that the
-    token is not written.
+    The plan serves all layers of one shape. On a CPU it holds the lines of each place: its key heads, then its value
+    heads, [T * 2 * kv_heads] int64. On CUDA it is the places themselves, where -1 (padding of a captured step) marks
+    tokens that are not written.
     """
     num_blocks, num_kv_heads, block_size, _ = cache.k.shape
     blocks = places.div(block_size, rounding_mode="floor")
@@ -83,7 +83,7 @@ def plan_cache_write(places: Tensor, cache: KVCache) -> Tensor:
 
 @lru_cache(maxsize=64)
 def head_offsets(num_blocks: int, num_kv_heads: int, block_size: int, device: torch.device) -> Tensor:
-    """[2 * kv_heads] int64: from the line of a token's first key head to those of all its key and value heads."""
+    """[2 * kv_heads] int64: offsets from the line of a token's first key head to all its key and value heads."""
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=device)
     return torch.cat([heads, heads + num_blocks * num_kv_heads * block_size])
 
@@ -96,7 +96,7 @@ def fill_kv_cache(kv: Tensor, cache: KVCache, plan: Tensor) -> None:
 
 @op("cache:copy_blocks")
 def copy_blocks(pool: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy block source[n] over block destination[n], for each n, in every plane.
+    """Copy block source[n] to block destination[n], for each n, in every plane.
 
     pool [planes, blocks, ...], contiguous; source and destination [N] integers. No block is both a source and a
     destination, and destinations are distinct.

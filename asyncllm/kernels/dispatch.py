@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: its torch reference, or the Triton launcher where the tensors are on a GPU."""
+"""Chooses the implementation of an op: its torch reference, or the Triton launcher for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Op = Callable[Concatenate[Tensor, _Rest], _Result]
 
 
 def op(launcher: str) -> Callable[[_Op[_Rest, _Result]], _Op[_Rest, _Result]]:
-    """Make the decorated function an op: its body is the contract, the oracle and what runs on a CPU.
+    """Make the decorated function an op: its body is the contract, the oracle and the CPU implementation.
 
-    `launcher` names its Triton counterpart "module:function" below `asyncllm.kernels.triton`, of the same signature,
-    imported when the op first meets a CUDA tensor. The first argument decides. The body stays reachable as `reference`.
-    Where torch has no CUDA tensors nothing is to be decided, and the op is its body: a decode step of a small model
-    makes a hundred of these calls.
+    `launcher` names its Triton counterpart, "module:function" below `asyncllm.kernels.triton`, with the same signature,
+    which is imported when the op first gets a CUDA tensor. The first argument decides. The body stays available as
+    `reference`. If torch has no CUDA support there is nothing to decide, and the op is its body: a decode step of a
+    small model makes a hundred of these calls.
     """
     module, _, name = launcher.partition(":")
 

@@ -1,4 +1,4 @@
-"""Rows of a matrix by their indices: token embeddings, and the hidden states that are sampled from."""
+"""Rows of a matrix by index: token embeddings, and the hidden states that are sampled from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prompts of latent attention in expanded form: each head's keys and values are made of the row's lines first.
+"""Prompts of latent attention in expanded form: each head's keys and values are computed from the row's lines first.
 
-A product with a key has as many numbers as the head then, and not as many as a line; that saves more than the expansion
-costs where the queries of a row are many. `kernels.latent` has the other form, and the words.
+A product with a key then has as many numbers as the head rather than as a line; this saves more than the expansion
+costs if a row has many queries. `kernels.latent` has the other form, and defines the terms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Rows(NamedTuple):
     offsets: list[int]
     """[B + 1]: row b owns queries offsets[b] to offsets[b + 1]."""
     keys: list[int]
-    """Of each row."""
+    """Number of keys of each row."""
 
 
 @op("latent.expanded:plan_expanded_prefill")
@@ -40,15 +40,15 @@ def plan_expanded_prefill(
 ) -> PrefillPlan:
     """Return the plan of one step for all layers with a cache of this shape and `num_heads` query heads.
 
-    block_tables [B, N], q_offsets [B + 1] and kv_lens [B] as of `plan_latent_prefill`; `rows` has what the last two
-    say, and what the host has to know: queries and keys of each row.
+    block_tables [B, N], q_offsets [B + 1] and kv_lens [B] as in `plan_latent_prefill`; `rows` has the contents of the
+    last two as the host needs them: numbers of queries and keys of each row.
     """
     return _Rows(block_tables, q_offsets.tolist(), [keys for _, keys in rows])
 
 
 @op("latent.expanded:gather_lines")
 def gather_lines(pages: Tensor, plan: PrefillPlan, *, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the lines of all rows of the plan, one row behind the other: (latents [S, C], rotated keys [S, R]).
+    """Return the lines of all rows of the plan, row after row: (latents [S, C], rotated keys [S, R]).
 
     pages [blocks, block_size, C + R], C being `rank`.
     """
@@ -65,11 +65,11 @@ def gather_lines(pages: Tensor, plan: PrefillPlan, *, rank: int) -> tuple[Tensor
 def expanded_prefill_attention(
     q: Tensor, kv: Tensor, keys: Tensor, plan: PrefillPlan, *, scale: float, out: Tensor
 ) -> None:
-    """The last tokens of each row, causally, against the row's whole context, into out [T, H, V].
+    """Attend with the last tokens of each row, causally, to the row's whole context; writes out [T, H, V].
 
-    q [T, H, N + R], the last R features rotated; kv [S, H, N + V], for each line of `gather_lines` a head's key without
-    its rotated part, and its value; keys [S, R]: that part. Tokens that belong to none of the plan's rows are not read,
-    and not written.
+    q [T, H, N + R], the last R features rotated; kv [S, H, N + V]: for each line of `gather_lines` a head's unrotated
+    key and its value; keys [S, R]: the rotated part of the keys. Tokens outside the plan's rows are neither read nor
+    written.
     """
     _, offsets, counts = _Rows(*plan)
     nope = q.shape[-1] - keys.shape[-1]

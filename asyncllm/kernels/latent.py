@@ -1,11 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a cache of one vector per token.
 
-A token's *line* is its normed latent of C numbers and behind it R numbers of rotated key, which all heads share. A
-head's key is its own map of the latent, joined by the rotated part; its value is another map of the latent. Attention
-here is in absorbed form: the queries went through the transposed key map, [H, C], and results are sums of latents,
-[H, C], that go through the value map. So a line is key and value of all heads at once, and is read once.
+A token's *line* is its normed latent of C numbers, followed by R numbers of rotated key, which all heads share. A
+head's key is its own linear map of the latent, joined with the rotated part; its value is another linear map of the
+latent. Attention here is in absorbed form: the queries went through the transposed key map, [H, C], and the results are
+sums of latents, [H, C], that go through the value map afterwards. A line is thus both key and value for all heads, and
+is read once.
 
-What is said of rows, plans, padding and absent rows in `kernels.attention` holds here too.
+The terms row, plan, padding and absent row mean the same as in `kernels.attention`.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class LatentKV(NamedTuple):
 
 
 class _DecodeLines(NamedTuple):
-    """Where decode attention finds its lines."""
+    """Where decode attention reads its lines."""
 
     places: Tensor
     """[B, width] int64."""
     bias: Tensor | None
-    """[B, 1, width] float32: -inf past a row's end; None when there is nothing."""
+    """[B, 1, width] float32: -inf beyond a row's end; None if no row is shorter."""
     padding: Tensor | None
-    """[B] bool: rows without keys; None when there are none."""
+    """[B] bool: rows without keys; None if there are none."""
 
 
 class _PrefillRows(NamedTuple):
@@ -62,7 +63,7 @@ class _PrefillRows(NamedTuple):
     """[B + 1]: row b owns queries offsets[b] to offsets[b + 1]."""
     kv_lens: list[int]
     tile: int
-    """Most queries scored at a time."""
+    """Maximum number of queries scored at a time."""
 
 
 @op("latent.fill:rope_fill_latent")
@@ -77,11 +78,11 @@ def rope_fill_latent(
     eps: float,
     interleaved: bool,
 ) -> None:
-    """Write the tokens' lines to the cache, and turn the last R features of each head of q in place.
+    """Write the tokens' lines to the cache, and rotate the last R features of each head of q in place.
 
-    q [T, H, D]; kv [T, C + R] as projected: a latent, to be normed by `norm` [C] and `eps`, and the R features to be
-    turned; both contiguous. places [T] int64: all different; on CUDA -1 says that a token has none.
-    interleaved: which features make a pair, as in `apply_rotary`.
+    q [T, H, D]; kv [T, C + R] as projected: a latent, to be normed by `norm` [C] and `eps`, and the R features to
+    rotate; both contiguous. places [T] int64: distinct; on CUDA -1 marks a token without a place. interleaved: which
+    features form a pair, as in `apply_rotary`.
     """
     rank = cache.rank
     rope = kv.shape[-1] - rank
@@ -95,14 +96,14 @@ def rope_fill_latent(
 def plan_latent_decode(block_tables: Tensor, kv_lens: Tensor, cache: LatentKV, *, num_heads: int) -> DecodePlan:
     """Return the plan of one step for all layers with a cache of this shape and `num_heads` query heads.
 
-    As `kernels.plan_decode_attention`. Raises ValueError on a GPU unless the block size is a multiple of 16, C up to
-    512 and R up to 128, both multiples of 8.
+    Otherwise like `kernels.plan_decode_attention`. On a GPU, raises ValueError unless the block size is a multiple of
+    16, and C up to 512 and R up to 128 are multiples of 8.
     """
     block_size = cache.pages.shape[1]
     kv_lens = kv_lens[: int((kv_lens >= 0).sum())].long()
     shortest, longest = (int(bound) for bound in kv_lens.aminmax()) if len(kv_lens) else (1, 1)
     positions = torch.arange(max(longest, 1), device=kv_lens.device).expand(len(kv_lens), -1)
-    # Past its end a row reads its last token again: a masked NaN of another sequence would still make its sum NaN.
+    # Beyond its end a row reads its last token again: a masked NaN of another sequence would still make its sum NaN.
     read = torch.minimum(positions, (kv_lens - 1).clamp_(min=0)[:, None])
     blocks = block_tables[: len(kv_lens)].gather(1, read.div(block_size, rounding_mode="floor")).long()
     bias = None
@@ -116,10 +117,11 @@ def plan_latent_decode(block_tables: Tensor, kv_lens: Tensor, cache: LatentKV, *
 def latent_decode_attention(
     q_latent: Tensor, q_rope: Tensor, cache: LatentKV, plan: DecodePlan, *, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Attend with the last token of each row to the row's context: sums of latents [T, H, C], in `out` if given.
+    """Attend with the last token of each row to the row's context. Returns sums of latents [T, H, C], in `out` if
+    given.
 
-    q_latent [T, H, C] and q_rope [T, H, R], whose last axis is contiguous; the first tokens are those of the plan's
-    rows that are not absent, and what follows them is not read, and not written.
+    q_latent [T, H, C] and q_rope [T, H, R], with a contiguous last axis. The first tokens are those of the plan's rows
+    that are not absent; tokens after them are neither read nor written.
     """
     places, bias, padding = _DecodeLines(*plan)
     rows, width = places.shape
@@ -148,7 +150,7 @@ def plan_latent_prefill(
     max_q_len: int,
     invariant: bool = False,
 ) -> PrefillPlan:
-    """Return what `kernels.plan_prefill_attention` does, for `latent_prefill_attention`."""
+    """Return the plan for `latent_prefill_attention`, like `kernels.plan_prefill_attention`."""
     return _PrefillRows(block_tables, q_offsets.tolist(), kv_lens.tolist(), 1 if invariant else QUERY_TILE)
 
 
@@ -156,10 +158,9 @@ def plan_latent_prefill(
 def latent_prefill_attention(
     q_latent: Tensor, q_rope: Tensor, cache: LatentKV, plan: PrefillPlan, *, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Attend with the last tokens of each row, causally, to the row's whole context: sums of latents [T, H, C].
+    """Attend with the last tokens of each row, causally, to the row's whole context. Returns sums of latents [T, H, C].
 
-    q_latent [T, H, C] and q_rope [T, H, R]; tokens that belong to none of the plan's rows are not read, and not
-    written.
+    q_latent [T, H, C] and q_rope [T, H, R]; tokens outside the plan's rows are neither read nor written.
     """
     rows = _PrefillRows(*plan)
     block_size = cache.pages.shape[1]
@@ -184,7 +185,7 @@ def _attend(query: Tensor, lines: Tensor, rank: int, scale: float) -> Tensor:
     visible = torch.arange(length, device=query.device) <= positions[:, None]
     heads = query.shape[1]
     keys = lines.expand(heads, -1, -1)
-    # torch takes keys and values of different width.
+    # torch supports keys and values of different width.
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys[None], keys[None, ..., :rank], attn_mask=visible, scale=scale
     )

@@ -1,4 +1,5 @@
-"""What low-rank adapters (LoRA, arXiv 2106.09685) add to the product of a linear layer, each row by its own adapter."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685): additions to the product of a linear layer, per row by its own
+adapter."""
 
 from __future__ import annotations
 
@@ -11,32 +12,33 @@ from asyncllm.kernels.dispatch import op
 __all__ = ["MAX_PARTS", "LoRAWeights", "add_lora"]
 
 MAX_PARTS = 4
-"""Of a layer's output."""
+"""Maximum number of parts of a layer's output."""
 
 
 class LoRAWeights(NamedTuple):
-    """The adapters of one linear layer, in S slots of rank R: a power of two, 16 at least. The scale is in `b`."""
+    """The adapters of one linear layer, in S slots of rank R: a power of two, at least 16. The scale is included in
+    `b`."""
 
     a: Tensor
-    """[S, P * R, in]: for each of P parts of the output R rows, of which those past the adapter's rank are zero."""
+    """[S, P * R, in]: R rows for each of P parts of the output; rows beyond the adapter's rank are zero."""
     b: Tensor
-    """[S, out, R]: columns past the adapter's rank are zero."""
+    """[S, out, R]: columns beyond the adapter's rank are zero."""
     ranks: Tensor
-    """[S] int32: of the adapter in each slot; 0 where it has nothing for this layer."""
+    """[S] int32: rank of the adapter in each slot; 0 if it has nothing for this layer."""
     sizes: tuple[int, ...]
-    """Output features of each part, `MAX_PARTS` at most."""
+    """Output features of each part; at most `MAX_PARTS` parts."""
 
 
 @op("lora:add_lora")
 def add_lora(
     y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, batch_invariant: bool = False
 ) -> Tensor:
-    """y [T, out] + (x [T, in] A^T rounded to x's type) B^T by the adapter of each row, in y's memory -> y.
+    """y [T, out] + (x [T, in] A^T rounded to x's dtype) B^T by the adapter of each row, in y's memory -> y.
 
-    slots [T] int32; -1 is a row without an adapter, which stays as it is, bit by bit, as every row does whatever
-    adapters the others have. Sums are float32, and the result is rounded once. Of the first `num_single` rows each may
-    have another adapter, as those of a decode step have; the others are taken to come in runs of one adapter, and any
-    order is right, but slow. `batch_invariant`: nothing of a row's result follows from the number of rows.
+    slots [T] int32; a row with slot -1 has no adapter and stays unchanged, bit for bit. No row depends on the adapters
+    of others. Sums are float32, and the result is rounded once. The first `num_single` rows may each have a different
+    adapter, like those of a decode step. The others are expected in runs of one adapter; any other order is correct but
+    slow. `batch_invariant`: a row's result does not depend on the number of rows.
     """
     rank = lora.b.shape[-1]
     for slot in sorted(set(slots.tolist())):

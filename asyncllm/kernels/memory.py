@@ -1,7 +1,7 @@
-"""Memories of keys and values: states that tokens write to and read, by the gated delta rule or as state spaces.
+"""Memories of keys and values: states that tokens write and read, by the gated delta rule or as state spaces.
 
-They have two forms. By token is how they are defined, and what a row of one token takes. Prompts are cut into pieces:
-what the tokens of a piece do to each other is products of matrices, and the memory is read and written once a piece.
+They have two forms. Token by token is the definition, and used for rows of one token. Prompts are cut into pieces: the
+effects of a piece's tokens on each other are matrix products, and the memory is read and written once per piece.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ __all__ = ["gated_delta_rule", "state_space"]
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, plan: StatePlan
 ) -> Tensor:
-    """A memory S of keys and values by head: S decays, forgets what it says of the token's key by beta, and learns the
-    token's value in its place; then the query reads it (Yang et al., Gated Delta Networks, 2024).
+    """A memory S of keys and values per head: S decays, forgets a fraction beta of what it holds for the token's key,
+    and learns the token's value instead; then the query reads it (Yang et al., Gated Delta Networks, 2024).
 
-    q, k [T, Hk, K] of any length, v [T, H, V], log_decay and beta [T, H] float32 -> [T, H, V]. Heads h of v go with
-    head h * Hk // H of q and k, whose vectors are divided by their lengths; queries are scaled by K^-0.5. `state`
-    [blocks, H, K, V] float32.
+    q, k [T, Hk, K], v [T, H, V], log_decay and beta [T, H] float32 -> [T, H, V]. Head h of v uses head h * Hk // H of q
+    and k, whose vectors are normalised to length 1; queries are scaled by K^-0.5. `state` [blocks, H, K, V] float32.
     """
     q, k = _unit(q.float()) * q.shape[2] ** -0.5, _unit(k.float())
     return _recur(q, k, v, log_decay, beta, state, plan, delta=True)
@@ -36,11 +35,11 @@ def gated_delta_rule(
 def state_space(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sizes: Tensor, state: Tensor, plan: StatePlan
 ) -> Tensor:
-    """The state of each head decays, and is written to by the outer product of k and a step of this size along v; then
-    q reads it (Mamba-2, arXiv 2405.21060, where q is C, k is B and v is x).
+    """The state of each head decays, and the outer product of k and size * v is added to it; then q reads it (Mamba-2,
+    arXiv 2405.21060, where q is C, k is B and v is x).
 
-    q, k [T, G, N], v [T, H, P], log_decay and sizes [T, H] float32 -> [T, H, P]. Heads h go with group h * G // H.
-    `state` [blocks, H, N, P] float32.
+    q, k [T, G, N], v [T, H, P], log_decay and sizes [T, H] float32 -> [T, H, P]. Head h uses group h * G // H. `state`
+    [blocks, H, N, P] float32.
     """
     return _recur(q.float(), k.float(), v, log_decay, sizes, state, plan, delta=False)
 
@@ -56,7 +55,7 @@ def _recur(
     *,
     delta: bool,
 ) -> Tensor:
-    """`delta`: what the memory says of the key already is taken from the value."""
+    """`delta`: subtract from the value what the memory already holds for the key."""
     heads = v.shape[1] // k.shape[1]
     tokens = _Tokens(q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1), v.float(), log_decay, weights)
     out = v.new_empty(v.shape)
@@ -68,17 +67,17 @@ def _recur(
 
 class _Tokens(NamedTuple):
     q: Tensor
-    """[T, H, K], as k."""
+    """[T, H, K], like k."""
     k: Tensor
     v: Tensor
     """[T, H, V] float32."""
     log_decay: Tensor
-    """[T, H], as weights."""
+    """[T, H], like weights."""
     weights: Tensor
 
 
 def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, out: Tensor, *, delta: bool) -> None:
-    """The first rows of the plan, all at once. memory [B, H, K, V]."""
+    """Compute the first rows of the plan, all at once. memory [B, H, K, V]."""
     q, k, v, log_decay, weights = tokens
     begin, end = plan.q_offsets[: plan.num_serial].long(), plan.q_offsets[1 : plan.num_serial + 1].long()
     for step in range(int((end - begin).max()) if plan.num_serial else 0):
@@ -97,7 +96,7 @@ def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
 
 
 def _by_piece(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, out: Tensor, *, delta: bool) -> None:
-    """The other rows, one after the other."""
+    """Compute the other rows, one after the other."""
     pieces = plan.pieces
     if pieces is None:
         return
@@ -107,12 +106,12 @@ def _by_piece(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
     for row, held in enumerate(memory[plan.num_serial :]):
         for start, stop in spans[offsets[row] : offsets[row + 1]]:
             queries, keys, learned, weight = (each[:, start:stop] for each in (q, k, v, weights))
-            # What is left, at each token, of what was there before the piece, and of what each token wrote.
+            # The fraction that remains, at each token, of the memory before the piece and of each token's write.
             decay = log_decay[:, start:stop].cumsum(1)
             left = decay.exp()[..., None]
             left_of = (decay[:, :, None] - decay[:, None]).tril().exp()
             if delta:
-                # Each token forgets what the memory and the tokens before it in the piece say of its key.
+                # Each token forgets what the memory, and the earlier tokens of the piece, hold for its key.
                 said = (keys @ keys.mT * left_of * weight).tril(-1)
                 learned = torch.linalg.solve_triangular(
                     said, weight * (learned - left * (keys @ held)), upper=False, unitriangular=True

@@ -14,39 +14,40 @@ from asyncllm.kernels.dispatch import op
 __all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
 
 GATE_SLOPE = 1.702
-"""Of the gate with a limit: x * sigmoid(1.702 x) is near GELU (Hendrycks and Gimpel, 2016)."""
+"""Slope of the gate with a limit: x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel, 2016)."""
 
 
 class Routing(NamedTuple):
-    """How a router's logits become experts and their weights: the rule that all layers of a model share."""
+    """How a router's logits become experts and their weights; the same rule for all layers of a model."""
 
     top_k: int
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    """softmax: over all experts. sigmoid: of each logit by itself. sparsemixer: each choice is the highest logit left,
-    weighted by a softmax over the logits near it (Liu et al., arXiv 2409.12136); groups and corrections have no part
-    in it, and nothing is renormalised."""
+    """softmax: over all experts. sigmoid: of each logit separately. sparsemixer: each choice is the highest remaining
+    logit, weighted by a softmax over the logits near it (Liu et al., arXiv 2409.12136), without groups, corrections or
+    renormalisation."""
     renormalize: bool = False
-    """Whether the weights of the chosen experts add up to 1. Of softmax scores, that is the softmax of the chosen
-    logits alone."""
+    """Whether the weights of the chosen experts sum to 1. For softmax scores, this is the softmax over the chosen
+    logits."""
     scale: float = 1.0
     """Multiplies the weights, after they are renormalised."""
     groups: int = 1
-    """The experts fall into groups of neighbours, all of one size; only experts of the best groups are chosen."""
+    """Number of groups of neighbouring experts of equal size; experts are chosen only from the best groups."""
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    """What makes a group good: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
+    """How groups are ranked: by their highest score (DeepSeek-V2), or by the sum of their two highest (DeepSeek-V3)."""
     near: float = 0.0
-    """sparsemixer: a logit is near the highest one if it is below it by at most this part of the larger magnitude."""
+    """sparsemixer: a logit is near the highest one if it is below it by at most this fraction of the larger
+    magnitude."""
 
 
 @op("moe:route")
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts for each token, and weigh them.
+    """Choose top_k experts for each token, and weight them.
 
     logits [T, E], correction [E] float32 -> weights [T, k] float32, expert_ids [T, k] int64.
 
-    Experts are chosen by their logits, or by score plus correction where there are corrections or groups; the highest
-    first, and of equal ones the lowest id. The weights are their scores without the correction.
+    Experts are chosen by their logits, or by score plus correction if there are corrections or groups; highest first,
+    and the lowest id among equals. The weights are the scores without the correction.
     """
     logits = logits.float()
     if routing.scores == "sparsemixer":
@@ -68,7 +69,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    """Return where the `count` highest of values [..., N] are, the highest first; of equal ones the first."""
+    """Return the indices of the `count` highest of values [..., N], highest first; the first among equals."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -99,14 +100,13 @@ def fused_experts(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, each a gated MLP, or a plain one with squared ReLU.
 
-    x [T, H], gate_up [E, 2I, H] (gate rows first) or [E, I, H] of plain ones, down [E, H, I], weights [T, k]
-    float32, expert_ids [T, k] int64, gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's
-    dtype. An id of -1 stands for an expert that is elsewhere, which has a weight of 0 and adds nothing;
-    `num_chosen_from` is how many experts there are with those, where it is more than E, and changes no result. The
-    gate is SwiGLU, or with a limit gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), where gate is at most the
-    limit and up within it on both sides; with `gelu` it is GELU's, by the approximation with tanh. Both products and
-    the activation are rounded to x's dtype; the sum over experts is float32. A token's result depends on its own row
-    only.
+    x [T, H]; gate_up [E, 2I, H] (gate rows first), or [E, I, H] for plain experts; down [E, H, I]; weights [T, k]
+    float32; expert_ids [T, k] int64; gate_up_bias [E, 2I] and down_bias [E, H], both or neither -> [T, H] in x's dtype.
+    An id of -1 stands for an expert on another rank, which has weight 0 and adds nothing; `num_chosen_from` is the
+    number of experts including those, if it exceeds E, and does not change the result. The gate is SwiGLU; with a limit
+    it is gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), with gate at most the limit and up within it on both sides;
+    with `gelu` it is GELU in the tanh approximation. Both products and the activation are rounded to x's dtype; the sum
+    over experts is float32. A token's result depends only on its own row.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
@@ -156,7 +156,7 @@ def fused_experts_invariant(
     gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """`fused_experts` whose every row comes out with the same bits whatever other rows are in x."""
+    """`fused_experts`, with every row rounded to the same bits whatever other rows are in x."""
     rows = [slice(row, row + 1) for row in range(len(x))]
     results = (
         fused_experts(

@@ -1,4 +1,4 @@
-"""Normalisation of rows: root mean square (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
+"""Normalisation of rows: RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale the last axis to unit root mean square, times weight. x [..., H], weight [H] -> [..., H], in x's dtype.
 
-    The mean is taken in float32 whatever x's dtype; so is the product when weight is float32.
+    The mean is computed in float32 whatever x's dtype; so is the product if weight is float32.
     """
     return _rms_norm(x, weight, eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # torch's own rms_norm is nine calls on a CPU; one decode step of a small model spends a tenth of its time there.
+    # torch's own rms_norm makes nine calls on a CPU, where a decode step of a small model would spend a tenth of its
+    # time.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
     scaled = x * scale
@@ -34,7 +35,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @op("norm:add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, normalised, and that sum itself: the next residual. All [..., H]; neither input is changed."""
+    """Return the norm of residual + x, and that sum, the next residual. All [..., H]; neither input is changed."""
     residual = residual + x
     return _rms_norm(residual, weight, eps), residual
 
@@ -52,7 +53,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm` of residual + x, and that sum itself: the next residual. All [..., H]; neither input is changed."""
+    """Return the `layer_norm` of residual + x, and that sum, the next residual. All [..., H]; neither input is
+    changed."""
     residual = residual + x
     return layer_norm(residual, weight, bias, eps), residual
 

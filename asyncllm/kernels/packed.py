@@ -1,6 +1,6 @@
-"""Products with a weight of 4 or 8 bits for activations of 16 or 32: integers with a scale and a zero point for each
-group of input features, or numbers of e2m1 with exponents, in the one layout that all file formats are brought to when
-they are loaded."""
+"""Products of 16-bit or 32-bit activations with 4-bit or 8-bit weights: integers with a scale and a zero point for each
+group of input features, or e2m1 numbers with exponents. All file formats are converted to one layout when they are
+loaded."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 PLANE = 32
-"""Input features that lie side by side, one in each word: value i of word j is feature 32 i + j of its chunk. So what a
-shift and a mask take out of a run of words is a run of features in their natural order."""
+"""Input features that are adjacent, one in each word: value i of word j is feature 32 i + j of its chunk. A shift and a
+mask thus extract, from a run of words, a run of features in their natural order."""
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of the codes 0 to 7; those of 8 to 15 are negative."""
+"""Numbers of the codes 0 to 7; codes 8 to 15 are their negatives."""
 
 E8M0_BIAS = 127
+"""Bias of exponents."""
 
 MOST_E8M0 = 136
-"""Largest exponent of a scale that kernels take: 2 ** 9."""
-"""Of exponents."""
+"""Largest exponent of a scale that kernels accept: 2 ** 9."""
 
 
 class PackedWeight(NamedTuple):

@@ -1,23 +1,25 @@
-"""Keys and values in 8 or 4 bits: one KV head of one token's key or value, a *line*, is rounded by itself.
+"""Keys and values in 8 or 4 bits. One KV head of one token's key or value, a *line*, is quantized by itself.
 
-Of a line x of D numbers a code is kept for each, and a scale and a middle for all of them: x = scale * (code - centre)
-+ middle. Codes of integers reach equally far to both sides of the middle of the line's smallest and largest number
-(asymmetric rounding, as LMDeploy's `quant_policy` 8 and 4 have it, whose zero point is another form of the same). Codes
-of e4m3 are x / scale; their middle is 0.
+A line x of D numbers is stored as one code per number, and a scale and a midpoint for all of them: x = scale * (code -
+centre) + midpoint. Integer codes extend equally far to both sides of the midpoint between the line's smallest and
+largest number (asymmetric quantization, as in LMDeploy's `quant_policy` 8 and 4, whose zero point is an equivalent
+form). Codes of e4m3 are x / scale, with midpoint 0.
 
-Four bits a number are five for keys and three for values, since an error in a key changes weights, and those of values
-average out: of `tiny-chat`'s loss by four bits for both, all is that of its keys. One byte has the codes of a key's
-number and of the same number of the value. Their outermost codes lie within the line's ends, by half a step of keys and
-an eighth of values, which makes all steps smaller: `tiny-chat` diverges a tenth less than with ends that are exact.
+Four bits per number are five for keys and three for values, because an error in a key changes weights, whereas errors
+in values average out: with four bits for both, all of `tiny-chat`'s loss comes from its keys. One byte holds the code
+of a key's number and of the same number of the value. The outermost codes lie inside the line's ends, by half a step
+for keys and an eighth for values, which makes all steps smaller: `tiny-chat` diverges a tenth less than with exact
+ends.
 
-Scale and middle are bfloat16, as that has the range of every model's type. The middle is rounded first, and the scale
-up, so that no code is cut off. Of keys in five bits and of e4m3 the codes are multiplied by another scale than they
-were found with: that with which the line's product with itself, about its middle, is what it was. So the error is at a
-right angle to the line, as queries that look for a key have its direction. It costs nothing to read, and `tiny-chat`
-diverges half as much in e4m3 (1.8e-4 to 8.3e-5 nats) and a tenth less in four bits; in coarse values it gains nothing.
+Scale and midpoint are bfloat16, which has the range of every model's dtype. The midpoint is rounded first, and the
+scale is rounded up, so that no code is clipped. For 5-bit keys and e4m3, codes are multiplied by a different scale than
+the one they were computed with: the one that preserves the line's product with itself, about its midpoint. The error is
+then orthogonal to the line, which helps because queries that look for a key have its direction. It costs nothing to
+read; `tiny-chat` diverges half as much in e4m3 (1.8e-4 to 8.3e-5 nats) and a tenth less in four bits. For coarse values
+it gains nothing.
 
-Both together are one int32, the line's *range*: the scale in its low half. Where a line
-has NaN or infinity its scale is NaN, and its codes are those of zeros.
+Scale and midpoint together are one int32, the line's *range*, with the scale in the low half. If a line has NaN or
+infinity, its scale is NaN and its codes are those of zeros.
 """
 
 from __future__ import annotations
@@ -30,48 +32,48 @@ from torch import Tensor
 __all__ = ["FORMATS", "KVFormat", "QuantizedKV", "Rounding", "dequantize_lines", "quantize_lines"]
 
 _SMALLEST = 2.0**-126
-"""A scale below this has no reciprocal: then codes are 0, and less than 2^-118 is lost."""
+"""A scale below this has no reciprocal: codes are then 0, and less than 2^-118 is lost."""
 
 _KEY_BITS = 5
-"""Of a byte that has two codes, from the lowest on."""
+"""Bits of a key in a byte that holds two codes, starting at the lowest."""
 
 
 class Rounding(NamedTuple):
-    """How the numbers of a line are rounded."""
+    """How the numbers of a line are quantized."""
 
     centre: float
-    """The code, if there were one, of the line's middle; 0 for e4m3."""
+    """The (possibly fractional) code of the line's midpoint; 0 for e4m3."""
     reach: float
-    """Codes from the middle of the line to its smallest and largest number."""
+    """Number of codes from the midpoint of the line to its smallest and largest number."""
     outermost: float
-    """From the centre to the outermost codes."""
+    """Distance from the centre to the outermost codes."""
     dtype: torch.dtype
-    """Of codes. float8_e4m3fn is stored as its bytes."""
+    """Dtype of codes. float8_e4m3fn is stored as bytes."""
     fit: int = 0
-    """Where the scale is found again once codes are known: the parts of one in which products of steps and codes are
-    summed, as integers, so that their order is of no effect. 0: it stays."""
+    """If the scale is recomputed once codes are known: the number of parts of one in which products of steps and codes
+    are summed, as integers, so that their order does not matter. 0: the scale stays."""
 
 
 class KVFormat(NamedTuple):
-    """How keys and values are rounded, and stored."""
+    """How keys and values are quantized and stored."""
 
     name: str
     keys: Rounding
     values: Rounding
     shared: bool = False
-    """A byte has the codes of a key and of a value."""
+    """Whether a byte holds the codes of a key and of a value."""
 
     @property
     def planes(self) -> int:
-        """Tensors of codes, of one shape: keys' and values', or one for both."""
+        """Number of code tensors of one shape: one each for keys and values, or one for both."""
         return 1 if self.shared else 2
 
     def join(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Codes of both in shared bytes."""
+        """Return the codes of both in shared bytes."""
         return keys | values << _KEY_BITS
 
     def key_codes(self, codes: Tensor) -> Tensor:
-        """Of what is stored."""
+        """Return the key codes in what is stored."""
         return codes & (1 << _KEY_BITS) - 1 if self.shared else codes
 
     def value_codes(self, codes: Tensor) -> Tensor:
@@ -94,12 +96,12 @@ FORMATS = {
 
 
 class QuantizedKV(NamedTuple):
-    """Keys and values of one layer in blocks, as `PagedKV`, in codes and ranges."""
+    """Keys and values of one layer in blocks, like `PagedKV`, as codes and ranges."""
 
     k: Tensor
     """Codes [blocks, kv_heads, block_size, D]."""
     v: Tensor
-    """The same; of a shared format the same memory."""
+    """The same for values; in a shared format, the same memory."""
     k_ranges: Tensor
     """int32 [blocks, kv_heads, block_size]."""
     v_ranges: Tensor
@@ -111,14 +113,14 @@ class QuantizedKV(NamedTuple):
 
     @staticmethod
     def over(codes: Tensor, ranges: Tensor, form: KVFormat) -> QuantizedKV:
-        """Return the cache in codes [planes, blocks, kv_heads, block_size, D] and ranges [2, blocks, kv_heads,
-        block_size], contiguous: keys, then values."""
+        """Return the cache over contiguous codes [planes, blocks, kv_heads, block_size, D] and ranges [2, blocks,
+        kv_heads, block_size]: keys, then values."""
         lines = codes.view(-1, codes.shape[-1])
         return QuantizedKV(codes[0], codes[-1], ranges[0], ranges[1], lines, ranges.view(-1), form)
 
     @staticmethod
     def of(k: Tensor, v: Tensor, form: KVFormat) -> QuantizedKV:
-        """Return a new cache of keys and values [blocks, kv_heads, block_size, D] each."""
+        """Return a new cache with keys and values [blocks, kv_heads, block_size, D] each."""
         (k_codes, k_ranges), (v_codes, v_ranges) = quantize_lines(k, form.keys), quantize_lines(v, form.values)
         codes = form.join(k_codes, v_codes)[None] if form.shared else torch.stack([k_codes, v_codes])
         return QuantizedKV.over(codes, torch.stack([k_ranges, v_ranges]), form)
@@ -128,7 +130,7 @@ class QuantizedKV(NamedTuple):
         return self.k.shape[-1]
 
     def write(self, lines: Tensor, kv: Tensor) -> None:
-        """Write kv [N, D] to lines [N]: for each token its keys' heads, then its values' (`plan_cache_write`)."""
+        """Write kv [N, D] to lines [N]: for each token its key heads, then its value heads (`plan_cache_write`)."""
         by_token = lines.view(-1, 2, self.k.shape[1])
         keys, values = kv.view(*by_token.shape, -1).unbind(1)
         (k_codes, k_ranges), (v_codes, v_ranges) = (
@@ -144,14 +146,14 @@ class QuantizedKV(NamedTuple):
         self.lines.index_copy_(0, lines, codes.view(-1, codes.shape[-1]))
 
     def read(self, lines: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of lines [N] -> [N, D]: of keys, or of keys and then as many values."""
+        """Return the numbers of lines [N] -> [N, D]: of keys, or of keys followed by as many values."""
         if int(lines[-1]) < len(self.ranges) // 2:
             return self._numbers(lines, dtype, values=False)
         keys, values = lines.chunk(2)
         return torch.cat([self._numbers(keys, dtype, values=False), self._numbers(values, dtype, values=True)])
 
     def read_pages(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole pages [N], counted head by head -> [N, block_size, D] each."""
+        """Return keys and values of whole pages [N], numbered head by head -> [N, block_size, D] each."""
         form = self.format
         k, v, k_ranges, v_ranges = (
             part.flatten(0, 1).index_select(0, pages) for part in (self.k, self.v, self.k_ranges, self.v_ranges)
@@ -160,14 +162,15 @@ class QuantizedKV(NamedTuple):
         return keys.to(dtype), dequantize_lines(form.value_codes(v), v_ranges, form.values).to(dtype)
 
     def weigh(self, lines: Tensor, weights: Tensor) -> Tensor:
-        """Sums of lines of values [L, G, S], which are the same for all G, by weights [L, G, S] -> [L * G, D]."""
+        """Return the sums of lines of values [L, G, S], equal for all G, weighted by weights [L, G, S] -> [L * G,
+        D]."""
         shared = lines[:, 0]
         values = self._numbers(shared.reshape(-1), weights.dtype, values=True)
         return torch.bmm(weights, values.view(*shared.shape, -1)).flatten(0, 1)
 
     def _numbers(self, lines: Tensor, dtype: torch.dtype, *, values: bool) -> Tensor:
         form = self.format
-        # Of a value in a shared byte, the line is that of its key.
+        # A value in a shared byte has the line of its key.
         there = lines - len(self.lines) if values and form.shared else lines
         codes, ranges = self.lines.index_select(0, there), self.ranges.index_select(0, lines)
         if values:
@@ -202,7 +205,7 @@ def quantize_lines(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_lines(codes: Tensor, ranges: Tensor, rounding: Rounding) -> Tensor:
-    """Return the numbers float32 [..., D] of what `quantize_lines` gave."""
+    """Return the numbers float32 [..., D] that `quantize_lines` encoded."""
     scale, middle = (ranges << 16).view(torch.float32), (ranges & -65536).view(torch.float32)
     numbers = codes.float().sub_(rounding.centre) if rounding.centre else codes.view(torch.float8_e4m3fn).float()
     return numbers.mul_(scale[..., None]).add_(middle[..., None])
@@ -213,5 +216,5 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """Numbers from 0 on, to the next of bfloat16; NaN stays, and what is too large becomes infinite."""
+    """Round numbers >= 0 up to bfloat16; NaN stays, and numbers out of range become infinity."""
     return torch.where(x.isfinite(), (_bits(x) + 0xFFFF & -65536).view(torch.float32), x)

@@ -1,7 +1,7 @@
-"""Layers whose tokens know of those before them by a state, and the simplest of them, a short convolution.
+"""Layers that carry a state from token to token, and the simplest of them, a short convolution.
 
-The state lies in the blocks of the cache. A block has the state after the latest token in it, and so, once it is full,
-the state at its border: what goes on behind a block needs no more than that block.
+The state is stored in the blocks of the cache. A block holds the state after its latest token and thus, once it is
+full, the state at its end: continuing after a block requires only that block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Pieces", "StatePlan", "States", "plan_states", "short_convolution"]
 
 
 class States(NamedTuple):
-    """What a layer carries from token to token: tensors [blocks, *shape]."""
+    """The states of a layer: tensors [blocks, *shape]."""
 
     tensors: tuple[Tensor, ...]
     block_size: int
@@ -26,44 +26,45 @@ class States(NamedTuple):
 
 
 MOST_TOKENS = 64
-"""Of a piece. What its tokens do to each other grows with their number, the number of pieces falls."""
+"""Maximum number of tokens in a piece. The work between its tokens grows with their number; the number of pieces
+falls."""
 
 
 class Pieces(NamedTuple):
-    """The tokens of R rows, cut where a block ends, and within a block every `size` tokens."""
+    """The tokens of R rows, cut where a block ends and, within a block, every `size` tokens."""
 
     spans: Tensor
-    """[P, 2] int32: each piece's first token, and the one behind its last; in the rows' order. There is room for more
-    than there are, and what is left over holds no token."""
+    """[P, 2] int32: first token of each piece, and the token after its last; in row order. Unused entries hold no
+    token."""
     offsets: Tensor
     """[R + 1] int32: row r owns spans offsets[r] to offsets[r + 1]."""
     size: int
-    """Most tokens of a piece; it divides a block."""
+    """Maximum number of tokens in a piece; divides the block size."""
 
 
 class StatePlan(NamedTuple):
-    """Which states the T tokens of B rows begin with, and which they leave."""
+    """Which states the T tokens of B rows read, and which they write."""
 
     rows: Tensor
     """[T] int64: the row of each token."""
     q_offsets: Tensor
     """[B + 1] int32: row b owns tokens q_offsets[b] to q_offsets[b + 1]."""
     sources: Tensor
-    """[B] int64: the block of the token before the row's first one; -1: there is none, and the state is 0."""
+    """[B] int64: the block of the token before the row's first one; -1 if there is none, and the state is 0."""
     targets: Tensor
-    """[T] int64: the block that keeps the state after this token; -1: none does. These are the last tokens of rows and
-    of blocks."""
+    """[T] int64: the block that keeps the state after this token, or -1. Only the last tokens of rows and of blocks
+    have one."""
     num_serial: int
-    """How many rows, the first ones, are taken token by token."""
+    """Number of rows, the first ones, that are computed token by token."""
     pieces: Pieces | None
-    """Of the other rows; None: there are none."""
+    """Pieces of the other rows; None if there are none."""
 
 
 def plan_states(
     places: Tensor, q_offsets: Tensor, kv_lens: Tensor, block_tables: Tensor, block_size: int, *, num_serial: int
 ) -> StatePlan:
-    """Plan a step, of whose inputs these are; nothing waits for the device. Rows of padding have no source, and their
-    tokens no target. The first `num_serial` rows are taken token by token."""
+    """Return the plan of a step with these inputs; does not wait for the device. Padding rows have no source, and their
+    tokens no target. The first `num_serial` rows are computed token by token."""
     num_tokens = places.shape[0]
     ends = q_offsets[1:]
     tokens = torch.arange(num_tokens, dtype=q_offsets.dtype, device=q_offsets.device)
@@ -84,7 +85,7 @@ def plan_states(
 
 
 def _cut(q_offsets: Tensor, before: Tensor, num_tokens: int, block_size: int) -> Pieces | None:
-    """`before`: how many tokens are before each row's."""
+    """`before`: number of tokens before each row's."""
     num_rows = len(before)
     if not num_rows or not num_tokens:
         return None
@@ -107,15 +108,15 @@ def _cut(q_offsets: Tensor, before: Tensor, num_tokens: int, block_size: int) ->
 def short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, plan: StatePlan, *, silu: bool
 ) -> Tensor:
-    """The convolution of each of C features over its latest K tokens, and silu of it if asked for.
+    """The convolution of each of C features over its latest K tokens, followed by silu if requested.
 
-    x [T, C], weight [C, K], bias [C] -> [T, C], computed in float32 and rounded once. `state` [blocks, K - 1, C] has
-    the inputs before a row's first token, the latest last, and gets those up to the targets.
+    x [T, C], weight [C, K], bias [C] -> [T, C], computed in float32 and rounded once. `state` [blocks, K - 1, C] holds
+    the inputs before a row's first token, latest last, and receives those up to the targets.
     """
     size = weight.shape[1]
     begin = plan.q_offsets[:-1].long()[plan.rows]
     known = torch.where((plan.sources >= 0)[:, None, None], state[plan.sources.clamp(min=0)], 0)
-    # The window of token t: those of its row up to itself, behind what the state has of the tokens before them.
+    # The window of token t: the tokens of its row up to itself, after those in the state.
     window = x.new_empty(len(x), size, x.shape[1])
     for back in range(size):
         index = torch.arange(len(x)) - back

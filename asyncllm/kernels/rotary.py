@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) of a fused qkv, and the write of K and V into their pages."""
+"""Rotary position embedding (Su et al., 2021) of a fused qkv, and the write of K and V to their pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Rotation", "apply_rotary", "linear_rope_fill_kv", "rope_fill_kv", "r
 
 
 class Rotation(NamedTuple):
-    """How far the tokens of a step are turned; the same in all layers. R features of a head are turned, in R/2 pairs
-    with one angle each: entries i and i + R/2 belong to pair i, whichever two features a model pairs."""
+    """The rotation of a step's tokens, the same in all layers. R features of a head are rotated, in R/2 pairs with one
+    angle each: entries i and i + R/2 belong to pair i, whichever two features a model pairs."""
 
     cos: Tensor
     """[T, 1, R] float32: the cosine of each entry's angle."""
@@ -27,14 +27,14 @@ class Rotation(NamedTuple):
 
 @op("rotary:rotation")
 def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rotation:
-    """Turn each token by its position times the frequency of each pair.
+    """Return the rotation of each token by its position times the frequency of each pair.
 
-    positions [T] int64; frequencies [R/2] or, for each token its own, [T, R/2], float32. The angles are products in
+    positions [T] int64; frequencies [R/2], or [T, R/2] for separate ones per token, float32. The angles are products in
     float32; `factor` multiplies cosines and sines.
     """
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None]
-    # The first half turns the other way: its sines come out negated, and its cosines as they are.
+    # The first half rotates the other way: its sines are negated, its cosines are not.
     angles = positions[:, None, None] * torch.cat([-frequencies, frequencies], -1)
     cos, sin = angles.cos(), angles.sin_()
     if factor != 1.0:
@@ -43,10 +43,10 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rot
 
 
 def apply_rotary(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
-    """Turn the first R features of each head; the others pass.
+    """Rotate the first R features of each head; the others are unchanged.
 
-    x [T, heads, D] -> [T, heads, D] in x's dtype. The products are taken in float32. The pairs are (i, i + R/2), or
-    (2i, 2i + 1) when interleaved (GPT-J).
+    x [T, heads, D] -> [T, heads, D] in x's dtype. The products are computed in float32. The pairs are (i, i + R/2), or
+    (2i, 2i + 1) if interleaved (GPT-J).
     """
     size = rotation.cos.shape[-1]
     turning = x if size == x.shape[-1] else x[..., :size]
@@ -74,11 +74,11 @@ def rope_fill_kv(
     eps: float = 1e-6,
     interleaved: bool = False,
 ) -> Tensor:
-    """Normalise (if weights are given), rotate q and k, write k and v to the cache, return q.
+    """Normalise q and k (if weights are given), rotate them, write k and v to the cache, return q.
 
-    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; plan: `plan_cache_write` of
-    the tokens' places; q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3);
-    interleaved: which features make a pair, as in `apply_rotary`. -> q [T, num_heads, head_dim].
+    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], heads of q, then of k, then of v; plan: `plan_cache_write` of the
+    tokens' places; q_norm and k_norm [head_dim], both or neither, applied per head before the rotation (Qwen3);
+    interleaved: which features form a pair, as in `apply_rotary`. -> q [T, num_heads, head_dim].
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     if q_norm is None or k_norm is None:
@@ -99,7 +99,7 @@ def _turn_and_fill(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Turn the queries and keys among heads [T, H + 2K, D], in place, write keys and values to the cache, and return
+    """Rotate the queries and keys among heads [T, H + 2K, D] in place, write keys and values to the cache, and return
     the queries [T, H, D]."""
     turning, size = heads[:, : num_heads + num_kv_heads], rotation.cos.shape[-1]
     if interleaved or size < heads.shape[-1]:

@@ -1,4 +1,4 @@
-"""Ops that round what they make to 8 bits, for a product that would round it first (`kernels.scaled`)."""
+"""Ops that quantize their result to 8 bits, for a product that would quantize it first (`kernels.scaled`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["add_rms_norm_rounded", "gate_rounded"]
 def add_rms_norm_rounded(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding
 ) -> tuple[RoundedRows, Tensor]:
-    """`add_rms_norm` of rows [T, H], whose norm is rounded again, to 8 bits."""
+    """`add_rms_norm` of rows [T, H], with the norm quantized to 8 bits."""
     normed, total = add_rms_norm(x, residual, weight, eps)
     return round_rows(normed, rounding), total
 
 
 @op("rounded:gate_rounded")
 def gate_rounded(x: Tensor, rounding: Rounding, *, gelu: bool = False) -> RoundedRows:
-    """`silu_mul`, or `gelu_tanh_mul`, of rows [T, 2I], rounded again, to 8 bits."""
+    """`silu_mul`, or `gelu_tanh_mul`, of rows [T, 2I], quantized to 8 bits."""
     return round_rows(gelu_tanh_mul(x) if gelu else silu_mul(x), rounding)

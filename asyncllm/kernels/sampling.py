@@ -1,16 +1,16 @@
 """Sampling: seeded Gumbel-max draws, filters, penalties and log-probabilities over rows of logits.
 
-A row of logits goes through, in this order: penalties, logit bias, bans (bad words, stop tokens that come too early),
-temperature, top-k, top-p (of what top-k left), min-p, and the draw. Reported log-probabilities are those of the model
-itself: `token_logprobs` takes the logits as they were before the first of these.
+A row of logits goes through these steps in order: penalties, logit bias, bans (bad words, early stop tokens),
+temperature, top-k, top-p (over the tokens left by top-k), min-p, and the draw. Reported log-probabilities are the
+model's own: `token_logprobs` takes the logits before the first of these steps.
 
-What is drawn for a row depends on its logits, its seed and its position alone, never on the rest of the batch: noise is
-counter-based (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and keyed by
-(seed, position, token id). Wherever two tokens are equal the lower id comes first.
+A row's draw depends only on its logits, its seed and its position, never on the rest of the batch: noise is
+counter-based (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and keyed by (seed,
+position, token id). Among equal tokens the lower id comes first.
 
-The same logits give the same token on every device and in every build of torch: the logarithm and the exponential are
-polynomials of our own in float32, made of single additions, subtractions and multiplications in a fixed order, and
-probability masses are added up as integers, in which no order of addition makes a difference.
+The same logits give the same token on every device and in every build of torch: logarithm and exponential are our own
+float32 polynomials, made of single additions, subtractions and multiplications in a fixed order, and probability masses
+are summed as integers, for which the order of addition does not matter.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 NOT_FINITE, NOTHING_LEFT = 1, 2
-"""Flags of rows that nothing can be drawn from: a logit is NaN or infinity; all of them are minus infinity."""
+"""Flags of rows that cannot be sampled: a logit is NaN or infinity; all logits are minus infinity."""
 
 NUM_SETTINGS = 5
-"""Columns of a table of settings: seed, top-k, bits of the float64 top-p, least mass (min-p), bits of the float32
+"""Columns of the settings table: seed, top-k, bits of the float64 top-p, least mass (min-p), bits of the float32
 reciprocal temperature, which is 0 for a greedy row."""
 
 _SMALLEST_NORMAL = 2.0**-126
 _ONE = 2**40
-"""Mass of the most likely token. The masses of up to 2**22 tokens add up within an int64."""
+"""Mass of the most likely token. The masses of up to 2**22 tokens sum to less than the maximum of int64."""
 
 LOG_TAIL = (
     0.09048784524202347,
@@ -77,17 +77,17 @@ LOG_TAIL = (
 Interpolates at Chebyshev nodes with a relative error below 1.3e-7; all coefficients are float32."""
 
 EXP_TAIL = (0.001392637612298131, 0.008363333530724049, 0.04166655242443085, 0.16666576266288757, 0.5)
-"""exp(r) = 1 + r + r**2 * tail(r) for |r| <= log(2) / 2, found in the same way, with an error below 1.1e-8."""
+"""exp(r) = 1 + r + r**2 * tail(r) for |r| <= log(2) / 2, fitted in the same way, with an error below 1.1e-8."""
 
 LOG_2, LOG2_E = 0.6931471824645996, 1.4426950216293335
 LOG_2_HIGH, LOG_2_LOW = 0.693359375, -0.00021219444170128554
-"""log(2) in two parts, whose first times a small integer is exact."""
+"""log(2) in two parts; the first, times a small integer, is exact."""
 ROUNDER = 12582912.0
 """1.5 * 2**23: adding and subtracting it rounds a small float32 to an integer."""
 SQRT_HALF_BITS = 0x3F3504F3
 
 _NUCLEUS_WIDTH = 256
-"""Most likely tokens among which top-p is tried first; a row whose nucleus is wider sorts its whole vocabulary."""
+"""Number of most likely tokens in which top-p is tried first; a row with a wider nucleus sorts its whole vocabulary."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -101,7 +101,7 @@ def philox(seeds: Tensor, counter: Words) -> Words:
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
     for _ in range(_ROUNDS):
-        # The product of two 32-bit words wraps in int64; its bits are right all the same, so masks recover both halves.
+        # The product of two 32-bit words wraps in int64, but its bits are right, so masks recover both halves.
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _WORD
         c2 = ((p0 >> 32) ^ (c3 ^ k1)) & _WORD
@@ -111,7 +111,7 @@ def philox(seeds: Tensor, counter: Words) -> Words:
 
 
 def uniform(words: Tensor) -> Tensor:
-    """32-bit words (int64) to float32 in the open interval (0, 1), finest near 0."""
+    """Map 32-bit words (int64) to float32 in the open interval (0, 1), finest near 0."""
     return (words.to(torch.float32) * 2.0**-32).clamp_(2.0**-33, 1.0 - 2.0**-24)
 
 
@@ -119,13 +119,14 @@ def _gumbel(words: Tensor) -> Tensor:
     # -log(-log1p(-u)): large values, which decide the draw, come from u near 0, where float32 resolves every word.
     below = uniform(words).neg_()
     exponents, fractions = _split(below + 1.0)
-    # Where 1 - u has the exponent 0, -u is its fraction without the rounding of the sum.
+    # Where 1 - u has exponent 0, -u is its fraction without the rounding of the sum.
     exponential = _log(exponents, torch.where(exponents == 0, below, fractions)).neg_()
     return _log(*_split(exponential)).neg_()
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Positive normal float32 `values` as (1 + f) * 2**e with 1 + f in [sqrt(1/2), sqrt(2)): e int32, f float32."""
+    """Return positive normal float32 `values` as (1 + f) * 2**e with 1 + f in [sqrt(1/2), sqrt(2)): e int32, f
+    float32."""
     offset = values.view(torch.int32) - SQRT_HALF_BITS
     exponents = offset >> 23
     return exponents, offset.bitwise_and_(0x7FFFFF).add_(SQRT_HALF_BITS).view(torch.float32).sub_(1.0)
@@ -138,7 +139,7 @@ def _log(exponents: Tensor, fractions: Tensor) -> Tensor:
 
 
 def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    # One product or sum at a time: a fused multiply-add would round once where others round twice.
+    # One product or sum at a time: a fused multiply-add would round once where other devices round twice.
     value = (x * coefficients[0]).add_(coefficients[1])
     for coefficient in coefficients[2:]:
         value.mul_(x).add_(coefficient)
@@ -146,8 +147,8 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def mass(shifted: Tensor) -> Tensor:
-    """exp(shifted) as a multiple of 2**-40, rounded down, for float32 `shifted` <= 0: int64 in [0, 2**40]."""
-    # From -40 on down it is 0 anyway.
+    """Return exp(shifted) as a multiple of 2**-40, rounded down, for float32 `shifted` <= 0: int64 in [0, 2**40]."""
+    # Below -40 it is 0.
     shifted = shifted.clamp_min(-40.0)
     powers = (shifted * LOG2_E).add_(ROUNDER).sub_(ROUNDER)
     rest = (shifted - powers * LOG_2_HIGH).sub_(powers * LOG_2_LOW)
@@ -163,7 +164,7 @@ def _noise_words(seeds: Tensor, positions: Tensor, quads: Tensor) -> Words:
 
 
 def all_words(seeds: Tensor, positions: Tensor, vocab_size: int, *, first: int = 0) -> Tensor:
-    """Return the noise words [R, vocab_size] of so many tokens from `first`, a multiple of 4."""
+    """Return the noise words [R, vocab_size] of the tokens from `first`, a multiple of 4, on."""
     quads = torch.arange(first // 4, (first + vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
     return torch.stack(_noise_words(seeds, positions, quads), dim=-1).flatten(1)[:, :vocab_size]
 
@@ -183,7 +184,8 @@ def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tens
 
 
 def top_tokens(logits: Tensor, width: int) -> Tensor:
-    """Return ids of the `width` largest of each row of float32 `logits` [R, V], falling, lower ids first among equals.
+    """Return the ids of the `width` largest entries of each row of float32 `logits` [R, V], in falling order, lower ids
+    first among equals.
 
     Returns int64 [R, min(width, V)].
     """
@@ -194,28 +196,28 @@ def top_tokens(logits: Tensor, width: int) -> Tensor:
 
 
 def pack(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return float32 `logits` and token `ids` as int64 whose order is (value rising, id falling), so that neither topk
-    nor sort has a choice among equals. `unpack` undoes it, but for the sign of a zero."""
-    # Adding 0.0 turns -0.0 into 0.0; the xor makes the float's bits ascend as a signed integer does.
+    """Return float32 `logits` and token `ids` as int64 ordered by (value rising, id falling), so that neither topk nor
+    sort has to choose among equals. `unpack` undoes it, except for the sign of a zero."""
+    # Adding 0.0 turns -0.0 into 0.0; the xor makes the float's bits ascend like a signed integer.
     bits = (logits + 0.0).view(torch.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ascending.to(torch.int64) << 32) + (_WORD - ids)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits and ids that `pack` has packed."""
+    """Return the logits and ids that `pack` packed."""
     ascending = (packed >> 32).to(torch.int32)
     return (ascending ^ ((ascending >> 31) & 0x7FFFFFFF)).view(torch.float32), _WORD - (packed & _WORD)
 
 
 def pack_settings(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> tuple[int, ...]:
-    """Return a row of the settings that `sample` reads: NUM_SETTINGS integers of 64 bits with sign.
+    """Return a row of the settings that `sample` reads: NUM_SETTINGS signed 64-bit integers.
 
-    `temperature` 0 and `top_k` 1 mean greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit. `seed` counts modulo
+    `temperature` 0 and `top_k` 1 mean greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit. `seed` is taken modulo
     2**64.
     """
     narrow = struct.unpack("f", struct.pack("f", min(temperature, 2.0**126)))[0]
-    # The reciprocal is a normal number, so that it does not matter how a device treats others.
+    # The reciprocal is a normal number, so a device's treatment of subnormal ones does not matter.
     reciprocal = 0.0 if narrow == 0 or top_k == 1 else 1.0 / max(narrow, _SMALLEST_NORMAL)
     return (
         (seed + 2**63) % 2**64 - 2**63,
@@ -232,10 +234,10 @@ def sample(
 ) -> None:
     """Draw one token per row of `logits` [R, V] (float32, float16 or bfloat16), after penalties, bias and bans.
 
-    -inf means impossible. Row r goes by row `slots[r]` of `settings` [N, NUM_SETTINGS] int64 (see `pack_settings`), or
-    by row r if `slots` is None; `slots` [R] int32 or int64, -1 in rows that only fill up the batch. `positions` [R]
-    int32 or int64 are those of the tokens to be drawn. Writes `tokens` [R] int64 and `flags` [R] int32: 0, or
-    NOT_FINITE or NOTHING_LEFT. The token of a failed row, or of one without a slot, is 0.
+    -inf means impossible. Row r uses row `slots[r]` of `settings` [N, NUM_SETTINGS] int64 (see `pack_settings`), or row
+    r if `slots` is None; `slots` [R] int32 or int64, -1 in rows that only pad the batch. `positions` [R] int32 or int64
+    are the positions of the tokens to be drawn. Writes `tokens` [R] int64 and `flags` [R] int32: 0, NOT_FINITE or
+    NOTHING_LEFT. The token of a failed row, or of one without a slot, is 0.
     """
     maxima, best = logits.max(dim=-1)
     maxima = maxima.float()

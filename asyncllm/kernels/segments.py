@@ -1,6 +1,6 @@
 """Attention within segments of tokens, without a cache: the patches of an image, or of a window of it, see each other.
 
-Exact softmax attention, taken in float32, over all keys of the segment that a query is in.
+Exact softmax attention, computed in float32, over all keys of a query's segment.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from asyncllm.kernels.rotary import Rotation, apply_rotary
 __all__ = ["Segments", "rotate_heads", "segment_attention", "split_segments"]
 
 FEW_QUERIES = 64
-"""Segments up to this length have tiles of as many queries, such as Qwen2.5-VL's windows of 8 x 8 patches."""
+"""Segments up to this length use tiles of as many queries, such as Qwen2.5-VL's windows of 8 x 8 patches."""
 
 MANY_QUERIES = 128
 
 
 class Segments(NamedTuple):
-    """Where segments lie that follow one another."""
+    """The layout of consecutive segments."""
 
     length: int
-    """Of each segment; 0 where they differ."""
+    """Length of every segment; 0 if lengths differ."""
     rows: int
-    """Queries of a tile."""
+    """Queries per tile."""
     tiles: Tensor | None
-    """[N, 3] int32, where lengths differ: the first query of each tile, its segment's first token, and its end."""
+    """[N, 3] int32, if lengths differ: the first query of each tile, its segment's first token, and its segment's
+    end."""
 
 
 def split_segments(lengths: Sequence[int], device: torch.device) -> Segments:
-    """Return the plan of segments of these lengths, each at least 1, for all layers with them.
+    """Return the plan for segments of these lengths, each at least 1, shared by all layers with them.
 
-    Segments of one length need nothing on the device.
+    Segments of equal length need nothing on the device.
     """
     rows = FEW_QUERIES if max(lengths, default=0) <= FEW_QUERIES else MANY_QUERIES
     if len(set(lengths)) <= 1:
@@ -53,7 +54,7 @@ def split_segments(lengths: Sequence[int], device: torch.device) -> Segments:
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Attend with each token to all tokens of its segment.
 
-    q, k, v [T, H, D] of one type, with any strides between tokens and heads -> [T, H, D], contiguous. Products are
+    q, k, v [T, H, D] of one dtype, with any strides between tokens and heads -> [T, H, D], contiguous. Products are
     scaled by D ** -0.5.
     """
     if segments.tiles is None:
@@ -69,6 +70,6 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 @op("rotary:rotate_heads")
 def rotate_heads(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> None:
-    """Turn heads in place, as `apply_rotary` does: x [T, heads, D] with any stride between tokens, heads and features
-    one after another."""
+    """Rotate heads in place, like `apply_rotary`: x [T, heads, D] with any stride between tokens, and contiguous heads
+    and features."""
     x.copy_(apply_rotary(x, rotation, interleaved=interleaved))

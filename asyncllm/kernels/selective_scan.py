@@ -1,4 +1,4 @@
-"""Mamba's selective scan: every feature has a state of its own, and forgets at a rate of its own (arXiv 2312.00752)."""
+"""Mamba's selective scan: every feature has its own state and forgets at its own rate (arXiv 2312.00752)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["selective_scan"]
 def selective_scan(
     x: Tensor, sizes: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, state: Tensor, plan: StatePlan
 ) -> Tensor:
-    """A feature's state decays by exp(rate * size) at a step of this size, and is written to by the step along x; then
-    it is read.
+    """At a step of some size, a feature's state decays by exp(rate * size), the write vector times size * x is added,
+    and then the read vector reads it.
 
-    x [T, C], sizes [T, C] float32, rates [C, N] float32, below 0; writes, reads [T, N] -> [T, C]. `state`
-    [blocks, N, C] float32.
+    x [T, C], sizes [T, C] float32, rates [C, N] float32, below 0; writes, reads [T, N] -> [T, C]. `state` [blocks, N,
+    C] float32.
     """
     out = x.new_empty(x.shape)
     begin, end = plan.q_offsets[:-1].long(), plan.q_offsets[1:].long()

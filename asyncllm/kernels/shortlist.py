@@ -1,12 +1,13 @@
-"""Drawing where ranks have logits of some tokens each: who can win is listed by each rank, and the lists are enough.
+"""Sampling when each rank has the logits of some tokens: each rank lists the tokens that can win, and the lists
+suffice.
 
-    row_maxima      a rank's largest logits               then the largest of all ranks'
+    row_maxima      a rank's largest logits               then the largest over all ranks
     shortlist       its tokens that may be drawn          then the lists of all ranks
-    draw_listed     the draw, which is `sampling.sample`'s of the whole rows, bit for bit
+    draw_listed     the draw, identical to `sampling.sample` of the whole rows, bit for bit
 
-A list has the most likely token of a greedy row, the `top_k` most likely ones of a row with top-k, and of a row with
-neither top-k nor top-p the token that wins among the rank's, if it can win at all. Top-p without top-k has no bound
-that a list could have.
+A list holds the most likely token of a greedy row; the `top_k` most likely ones of a row with top-k; and for a row with
+neither top-k nor top-p, the token that wins among the rank's, if it can win at all. Rows with top-p but without top-k
+have no bounded list.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from asyncllm.kernels.dispatch import op
 __all__ = ["EMPTY", "LENGTH", "TokenRange", "draw_listed", "row_maxima", "shortlist"]
 
 LENGTH = 64
-"""Entries of a list, and the largest top-k whose rows can be drawn from lists."""
+"""Length of a list, and the largest top-k whose rows can be drawn from lists."""
 
 EMPTY = -(2**63)
-"""An entry that stands for no token."""
+"""An entry without a token."""
 
 
 class TokenRange(NamedTuple):
-    """Which tokens of a vocabulary the columns of logits are; further columns mean nothing."""
+    """The tokens of a vocabulary that the columns of logits stand for; further columns are meaningless."""
 
     first: int
     """A multiple of 4."""
@@ -39,8 +40,8 @@ class TokenRange(NamedTuple):
 
 @op("shortlist:row_maxima")
 def row_maxima(logits: Tensor, tokens: TokenRange) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the largest logit of each row of `logits` [R, v] as float32 [R], NaN where there is one, -inf without
-    tokens, and what `shortlist` wants to know besides."""
+    """Return the largest logit of each row of `logits` [R, v] as float32 [R] (NaN if the row has one, -inf without
+    tokens), and intermediate results for `shortlist`."""
     if not tokens.number:
         return torch.full((len(logits),), -torch.inf, device=logits.device), ()
     return logits[:, : tokens.number].amax(dim=-1).float(), ()
@@ -56,12 +57,12 @@ def shortlist(
     slots: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Return the tokens of `logits` [R, v] that may be drawn: [R, LENGTH] int64, as `sampling.pack` has it, in any
-    order.
+    """Return the tokens of `logits` [R, v] that may be drawn: [R, LENGTH] int64, in the format of `sampling.pack`, in
+    any order.
 
-    `known` is what `row_maxima` has returned, `maxima` [R] float32 are those of the whole rows; the rest is as in
-    `sampling.sample`, and each row is greedy, or has a top-k of at most LENGTH or of the whole vocabulary, or neither
-    top-k nor top-p. Of rows that nothing can be drawn for, the list means nothing.
+    `known`: the second result of `row_maxima`. `maxima` [R] float32: the maxima of the whole rows. The rest is as in
+    `sampling.sample`. Each row is greedy, or has a top-k of at most LENGTH or of the whole vocabulary, or neither top-k
+    nor top-p. For rows from which nothing can be drawn, the list is meaningless.
     """
     lists = torch.full((len(logits), LENGTH), EMPTY, device=logits.device)
     if not tokens.number or not len(logits):
@@ -98,8 +99,8 @@ def draw_listed(
     tokens: Tensor,
     flags: Tensor,
 ) -> None:
-    """Draw from the `lists` [ranks, R, LENGTH] of all ranks, as `sampling.sample` draws from whole rows, whose `maxima`
-    [R] float32 these are. Writes `tokens` and `flags` as it does."""
+    """Draw from the `lists` [ranks, R, LENGTH] of all ranks as `sampling.sample` draws from whole rows, whose maxima
+    are `maxima` [R] float32. Writes `tokens` and `flags` like it."""
     flags.copy_(torch.where(maxima < torch.inf, maxima.isneginf() * sampling.NOTHING_LEFT, sampling.NOT_FINITE))
     flags.masked_fill_(slots < 0, 0)
     usable = maxima.isfinite() & (slots >= 0)

@@ -1,5 +1,5 @@
-"""What a captured decode step reads from state that stays on the device, what it writes there, and what it says of its
-results."""
+"""Kernels at the ends of a captured decode step: gathering inputs from state on the device, recording the sampled
+tokens, and checking results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DecodeInputs", "prepare_decode", "record_tokens", "segments_finite"]
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of a decode step of B rows, one token each. A captured step keeps reading the same ones."""
+    """The inputs of a decode step of B rows, one token each, at fixed addresses for a captured step."""
 
     input_ids: Tensor
     """[B] int64."""
@@ -25,11 +25,11 @@ class DecodeInputs(NamedTuple):
     kv_lens: Tensor
     """[B] int32: position + 1; 0 in padding rows."""
     block_tables: Tensor
-    """[B, N] int32: the row's own blocks and the entry after them; what follows is any valid id."""
+    """[B, N] int32: the row's own blocks and one entry after them; further entries are any valid ids."""
 
     @staticmethod
     def zeros(rows: int, width: int, device: torch.device) -> DecodeInputs:
-        """Inputs for `prepare_decode` to fill: rows of no token, block tables [rows, width]."""
+        """Return inputs for `prepare_decode` to fill: padding rows, block tables [rows, width]."""
         ids, positions, places = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
         kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         return DecodeInputs(
@@ -43,9 +43,9 @@ def prepare_decode(
 ) -> None:
     """Fill `out` with the next decode step of `slots` [B] int32; -1 is a padding row.
 
-    positions [B] integers: of the tokens to be computed. last_tokens [S] int64: each slot's latest token, the input.
-    block_tables [S, N] int32: each slot's blocks, one readable entry past its last at least. Of a row's block table
-    the entries up to that one are copied; the others keep what `out` had.
+    positions [B] integers: positions of the tokens to compute. last_tokens [S] int64: each slot's latest token, the
+    input. block_tables [S, N] int32: each slot's blocks, followed by at least one readable entry. The entries of a row
+    up to that one are copied; the others keep the contents of `out`.
     """
     rows = slots >= 0
     known = slots.clamp(min=0).long()
@@ -64,9 +64,9 @@ def prepare_decode(
 
 @op("step:segments_finite")
 def segments_finite(hidden: Tensor, offsets: Tensor) -> Tensor:
-    """Return which rows of a step hold NaN or infinity. Row b owns tokens offsets[b] to offsets[b + 1].
+    """Return which rows of a step contain NaN or infinity. Row b owns tokens offsets[b] to offsets[b + 1].
 
-    hidden [T, H], offsets [B + 1] int32 rising from 0 -> int32 [B]: 1 where a value is not finite, else 0. Tokens from
+    hidden [T, H], offsets [B + 1] int32 ascending from 0 -> int32 [B]: 1 if a value is not finite, else 0. Tokens from
     offsets[B] on belong to no row.
     """
     bad = torch.zeros(hidden.shape[0] + 1, dtype=torch.int32, device=hidden.device)
@@ -77,10 +77,10 @@ def segments_finite(hidden: Tensor, offsets: Tensor) -> Tensor:
 
 @op("step:record_tokens")
 def record_tokens(tokens: Tensor, flags: Tensor, slots: Tensor, last_tokens: Tensor, results: Tensor) -> None:
-    """Make the tokens of R rows the next inputs of their slots, and put tokens and flags side by side for the host.
+    """Make the tokens of R rows the next inputs of their slots, and store tokens and flags together for the host.
 
-    tokens [R] int64, flags [R] int32, slots [R] int32 (-1: a padding row, of which nothing is kept); writes
-    last_tokens [S] int64 at the slots, and results [2, R] int32: tokens, flags.
+    tokens [R] int64, flags [R] int32, slots [R] int32 (-1: a padding row, which is not stored); writes last_tokens [S]
+    int64 at the slots, and results [2, R] int32: tokens, flags.
     """
     used = slots >= 0
     if used.all():

@@ -1,4 +1,4 @@
-"""Families of models: `register` adds one, and `replaces` puts other layers into one."""
+"""Model families: `register` adds one, and `replaces` substitutes layers in one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["register", "replaces"]
 
 
 def __getattr__(name: str) -> Any:
-    # These are imported with torch, which those who look for one module of the package may not need.
+    # These import torch, which users of a single module of the package may not need.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from asyncllm.models import module_map, registry

@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors, or .bin, in one folder.
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, or .bin, in one folder.
 
-A tensor is called `base_model.model.<module of the checkpoint>.lora_A.weight`, so the family's weight table says which
-layer and which part of it the module is. Which modules there are follows from the tensors; the config says how they are
-scaled. What PEFT can ask for beyond that and is not implemented is refused by the name of its entry, never left out.
+A tensor is named `base_model.model.<module of the checkpoint>.lora_A.weight`, so the family's weight table tells which
+layer, and which part of it, the module is. The tensors determine which modules are adapted; the config determines how
+they are scaled. PEFT features that are not implemented are refused by the name of their entry, never ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_CONFIG_BYTES = 2**20
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NAMED = ".default."
-"""What PEFT calls an adapter while it trains, and leaves out when it saves one."""
+"""PEFT's name for an adapter during training, omitted from saved files."""
 
 _FREE = frozenset(
     {
@@ -52,7 +52,7 @@ _FREE = frozenset(
         *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"),
     }
 )
-"""Entries that change nothing here: about training, about which modules have tensors, about how a base weight lies."""
+"""Entries without effect here: about training, about which modules have tensors, about how a base weight is stored."""
 
 _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
 
@@ -66,7 +66,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to initialise that change the base's weights as well."""
+"""Initialisations that change the base's weights too."""
 
 _ENDS: Mapping[str, str] = {
     ".lora_magnitude_vector": "use_dora: " + _REASONS["use_dora"],
@@ -80,17 +80,18 @@ _ENDS: Mapping[str, str] = {
 }
 
 _WRAPPERS = re.compile(r"\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
-"""What compiled and sharded training leaves in names."""
+"""Name segments left by compiled and sharded training."""
 
 _PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\(\?:|[\w.\]](?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\}))*")
-"""Patterns that no name of a module keeps a search busy with: files come from anywhere."""
+"""Patterns on which no module name causes excessive backtracking: files may be untrusted."""
 
 _MAX_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What an adapter adds to one part of a layer: `b` @ `a`, the scale in `b`. This rank's share, in float32."""
+    """The addition of an adapter to one part of a layer: `b` @ `a`, with the scale in `b`. This rank's share, in
+    float32."""
 
     part: str | None
     a: Tensor
@@ -101,24 +102,24 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that fits its model, read."""
+    """The contents of an adapter that fits its model."""
 
     layers: Mapping[str, list[Factors]]
-    """By the path of a `Linear` in the model."""
+    """Factors by the path of a `Linear` in the model."""
     digest: str
-    """Of the bytes of its files."""
+    """Digest of the bytes of its files."""
 
     @property
     def rank(self) -> int:
-        """The highest of its layers'."""
+        """The highest rank among its layers."""
         return max(len(factors.a) for parts in self.layers.values() for factors in parts)
 
     @staticmethod
     def read(folder: Path, model: DecoderLM) -> AdapterFiles:
         """Read the adapter in `folder` for `model`.
 
-        Raises ModelNotFound where there is none, InvalidCheckpoint for what is malformed or belongs to another model,
-        and UnsupportedModel for what is not implemented.
+        Raises ModelNotFound if there is none, InvalidCheckpoint if it is malformed or belongs to another model, and
+        UnsupportedModel for what is not implemented.
         """
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds {CONFIG_NAME} and the weights.")
@@ -154,15 +155,15 @@ class AdapterFiles:
 
 
 def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
-    """Return whether rows may have adapters in the module at `path`: in a linear layer of a decoder's block."""
+    """Return whether the module at `path` can have adapters: whether it is a linear layer of a decoder's block."""
     linear = isinstance(layer, Linear) and not isinstance(layer, ExactRouter) and len(layer.rows) <= MAX_PARTS
     return linear and path.startswith("layers.")
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each that the adapter in `folder` has, some of them views of a file. Names are as PEFT
-    saves them, also where a trainer has saved its own. Raises InvalidCheckpoint, and UnsupportedModel if there are
-    weights in other files."""
+    """Yield name and tensor of each tensor of the adapter in `folder`, some of them views of a file. Names are in
+    PEFT's form even if a trainer wrote its own. Raises InvalidCheckpoint, and UnsupportedModel if there are weights in
+    other files."""
     for file in WHOLE_MODULES:
         if (folder / file).exists():
             raise UnsupportedModel(
@@ -183,7 +184,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(folder: Path) -> str:
-    """Return the digest of the files that `AdapterFiles.read` reads. It is empty where they cannot be read."""
+    """Return the digest of the files that `AdapterFiles.read` reads; empty if they cannot be read."""
     total = hashlib.sha256()
     for name in (CONFIG_NAME, WEIGHTS_NAME if (folder / WEIGHTS_NAME).is_file() else PICKLE_NAME):
         try:
@@ -210,7 +211,7 @@ def _check_matrix(folder: Path, name: str, tensor: Tensor) -> None:
 
 
 def _refusal(folder: Path, name: str) -> ModelError:
-    """Return what is to be said of a tensor that is neither lora_A nor lora_B."""
+    """Return the error for a tensor that is neither lora_A nor lora_B."""
     for end, why in _ENDS.items():
         if name.endswith(end):
             return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}.")
@@ -223,8 +224,8 @@ def _refusal(folder: Path, name: str) -> ModelError:
 
 
 def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
-    """Return which layer the module `name` of a checkpoint is, or is parts of, and what is added to them."""
-    # transformers calls its module `model` where the files have names of their own.
+    """Return the layer that the checkpoint's module `name` is, or is parts of, and the additions to them."""
+    # transformers names its module `model` where the files have names of their own.
     inner = name.removeprefix("model.")
     in_files = name if inner == name else model.base_prefix + inner
     try:
@@ -261,8 +262,8 @@ class AdapterConfig:
     """adapter_config.json, checked."""
 
     def __init__(self, file: Path, *, allowed: frozenset[str] = frozenset()) -> None:
-        """Read `file`. `allowed`: entries that are not refused, as the caller sees to them. Raises InvalidCheckpoint,
-        and UnsupportedModel for what is not implemented."""
+        """Read `file`. `allowed`: entries not to refuse, because the caller handles them. Raises InvalidCheckpoint, and
+        UnsupportedModel for what is not implemented."""
         self._file = file
         entries = self._read()
         if "lora_parameters" in entries:
@@ -289,7 +290,7 @@ class AdapterConfig:
         self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))
         targets = entries.get("target_modules")
         self._targets = targets if isinstance(targets, list) else None
-        """Names; None where a pattern or "all-linear" stands for what the tensors tell as well."""
+        """Names; None if a pattern or "all-linear" stands for them, which the tensors determine anyway."""
 
     def _read(self) -> dict[str, Any]:
         file = self._file
@@ -340,7 +341,7 @@ class AdapterConfig:
         return patterns
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what multiplies the product of a module's factors, whose tensors have this rank."""
+        """Return the factor on the product of a module's factors, whose tensors have this rank."""
         if self._targets is not None and not any(
             module == name or (isinstance(name, str) and module.endswith(f".{name}")) for name in self._targets
         ):

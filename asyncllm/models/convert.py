@@ -1,4 +1,4 @@
-"""From PyTorch pickles to safetensors, without running what a pickle asks to run.
+"""Converts PyTorch pickles to safetensors, without running the code that a pickle may contain.
 
 `torch.load(weights_only=True)` is the only reader of pickles in the package, and only this file calls it.
 """
@@ -26,7 +26,7 @@ PICKLE_NAME = "pytorch_model.bin"
 PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
 
 HEAD_NAMES = ("lm_head.weight", "output.weight", "output_layer.weight", "embed_out.weight")
-"""How the names of output heads end, which a checkpoint with tied embeddings need not store."""
+"""Endings of the names of output heads, which a checkpoint with tied embeddings need not store."""
 
 WRITABLE_DTYPES = frozenset(
     {
@@ -38,23 +38,23 @@ WRITABLE_DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What `convert` wrote."""
+    """The result of `convert`."""
 
     destination: Path
     files: tuple[str, ...]
     """The weight files, in order."""
     num_tensors: int
     num_bytes: int
-    """Bytes of all tensors."""
+    """Number of bytes of all tensors."""
     dropped: tuple[str, ...]
-    """Tied copies of the embedding that were left out."""
+    """Tied copies of the embedding that were omitted."""
 
 
 def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> ConvertReport:
     """Write the model folder `source`, whose weights are `.bin` files, as a model folder with safetensors.
 
-    Tensor names, dtypes and values stay as they are. `destination` appears whole or not at all: it is written beside
-    its final place and renamed. Configuration, tokenizer and template files are copied; code is not.
+    Tensor names, dtypes and values are unchanged. `destination` appears complete or not at all: it is written next to
+    its final path and renamed. Configuration, tokenizer and template files are copied; code is not.
 
     Args:
         source: folder with config.json and `pytorch_model.bin`, or shards with `pytorch_model.bin.index.json`.
@@ -65,7 +65,7 @@ def convert(source: Path, destination: Path | None = None, *, max_shard_bytes: i
         ModelNotFound: `source` is not a folder.
         InvalidParameter: `destination` is taken, or `max_shard_bytes` is not positive.
         InvalidCheckpoint: no config.json, no `.bin` weights, a file that is damaged or holds more than plain tensors.
-        ModelError: `destination` cannot be written, or the disk has no room.
+        ModelError: `destination` cannot be written, or the disk is full.
     """
     source = Path(source)
     if not source.is_dir():
@@ -126,8 +126,8 @@ def _pickles(source: Path) -> list[Path]:
 
 
 def _tensors(pickles: list[Path], tied: bool, dropped: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every (name, tensor), one pickle at a time, less heads that repeat the tied embedding, which go to
-    `dropped`."""
+    """Yield every (name, tensor), one pickle at a time, except heads that repeat the tied embedding, which are appended
+    to `dropped`."""
     seen: dict[str, Path] = {}
     for file in pickles:
         state = load_pickle(file)
@@ -149,9 +149,9 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a `.bin` file. Raises InvalidCheckpoint for one that is damaged or holds anything else."""
+    """Return the tensors of a `.bin` file. Raises InvalidCheckpoint if it is damaged or holds anything else."""
     try:
-        # Only the zip layout can be memory-mapped; the one before torch 1.6 is read whole.
+        # Only the zip layout can be memory-mapped; older files (before torch 1.6) are read whole.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
     except Exception as error:
         # A damaged or hostile pickle can raise anything; weights_only calls nothing but the constructors of tensors.

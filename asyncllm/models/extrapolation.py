@@ -1,4 +1,4 @@
-"""Log-n scaling of queries, where the engine asks for it and not the checkpoint."""
+"""Log-n scaling of queries, for engines that ask for it although the checkpoint does not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["check_log_scaling", "with_log_scaling"]
 
 
 def with_log_scaling(config: ModelConfig) -> ModelConfig:
-    """Return the config with queries scaled behind the positions that the model was trained on: those before linear or
-    dynamic rotary scaling. A model that does so by itself stays as it is.
+    """Return the config with queries scaled beyond the positions that the model was trained on, before linear or
+    dynamic rotary scaling. A model that already does so is unchanged.
 
-    Raises UnsupportedFeature for one that scales its queries another way.
+    Raises UnsupportedFeature if the model scales its queries differently.
     """
     if isinstance(config.query_scaling, LogScaling):
         return config

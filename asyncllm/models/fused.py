@@ -1,4 +1,4 @@
-"""How the parts of a layer lie in one tensor of a checkpoint."""
+"""Layouts of the parts of a layer in one checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LAYOUTS", "STACKS", "Stack"]
 
 
 def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Return parts that follow one another along axis 0."""
+    """Return parts that are concatenated along axis 0."""
     return list(torch.split(tensor, sizes))
 
 
@@ -28,8 +28,8 @@ def _split_grouped(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]
 
 
 def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Return q, k and v of a tensor of four equal parts along axis 0, each with a quarter of the heads of q, of v, then
-    of k.
+    """Return q, k and v of a tensor of four equal parts along axis 0, each with a quarter of the heads of q, then of v,
+    then of k.
 
     CodeGen was trained on four devices.
     """
@@ -38,29 +38,29 @@ def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor
 
 
 def _split_by_head(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
-    """Return the parts of a tensor that holds, per head, that of each part, one after the other along axis 0
+    """Return the parts of a tensor that holds, per head, the head's share of each part, concatenated along axis 0
     (Qwen3-Next's queries and gates)."""
     heads = tensor.reshape(owner.stored_heads, -1, *tensor.shape[1:])
     return [part.flatten(0, 1) for part in torch.split(heads, [size // owner.stored_heads for size in sizes], 1)]
 
 
 class Stack(NamedTuple):
-    """How the weights [out, in] or biases [out] of all experts lie in one tensor, each with one part or several."""
+    """The layout of all experts' weights [out, in] or biases [out], each with one part or several, in one tensor."""
 
     joined: bool = False
-    """The experts' axis and the next are one."""
+    """Whether the experts' axis and the next one are merged."""
     transposed: bool = False
-    """Output features come last."""
+    """Whether output features come last."""
     alternating: bool = False
-    """Output features of the parts take turns, where they else follow one another."""
+    """Whether output features of the parts alternate instead of being concatenated."""
 
     def shape(self, experts: int, outputs: int, inner: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the tensor. `outputs`: output features of all parts together."""
+        """Return the shape of the tensor. `outputs`: number of output features of all parts together."""
         first, *others = (*inner, outputs) if self.transposed else (outputs, *inner)
         return (experts * first, *others) if self.joined else (experts, first, *others)
 
     def split(self, tensor: Tensor, experts: int, sizes: list[int]) -> list[Tensor]:
-        """Return the parts of the first expert, then those of the second and so on, their output features first."""
+        """Return the parts of the first expert, then those of the second and so on, with output features first."""
         stacked = tensor.view(experts, -1, *tensor.shape[1:]) if self.joined else tensor
         if self.transposed:
             stacked = stacked.movedim(-1, 1)
@@ -78,7 +78,7 @@ STACKS: Mapping[str, Stack] = {
     "joined": Stack(joined=True),
     "joined_transposed": Stack(joined=True, transposed=True),
 }
-"""By name: layouts of all experts at once. "stacked_either" is "stacked" where a tensor's shape is that of it."""
+"""Layouts of all experts at once, by name. "stacked_either" means "stacked" if the tensor's shape fits that."""
 
 LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
     "by_head": _split_by_head,
@@ -87,4 +87,4 @@ LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
     "quarters": _split_quarters,
     "transposed": _split_flat,
 }
-"""By name: the tensor, its output features first, the parts' sizes along them and the layer -> the parts."""
+"""By name: function of the tensor (output features first), the parts' sizes and the layer -> the parts."""

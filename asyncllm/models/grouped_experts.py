@@ -1,5 +1,5 @@
-"""Experts as DeepSeek's families have them, and many others: in groups of which a token takes the best, with a
-correction of the choice, beside experts that all tokens take."""
+"""Experts as in DeepSeek's families and many others: in groups, the best of which a token uses, with a correction of
+the choice, and with shared experts for all tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEEPSEEK_EXPERTS = {
         for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))
     },
 }
-"""Rows of a weight table: the router, the experts, and those that all tokens take."""
+"""Rows of a weight table for the router, the experts, and the shared experts."""
 
 
 def grouped_experts(
@@ -35,9 +35,9 @@ def grouped_experts(
     routing: Routing,
     corrected: bool = False,
 ) -> ExpertsConfig:
-    """Return experts in all layers from `first` on, and `shared` of the same `size` that all tokens take.
+    """Return experts in all layers from `first` on, with `shared` shared experts of the same `size`.
 
-    Raises InvalidCheckpoint and UnsupportedModel for what does not go together.
+    Raises InvalidCheckpoint and UnsupportedModel for inconsistent settings.
     """
     hf.expect("moe_layer_freq", 1)
     hf.expect("mlp_bias", False)
@@ -68,7 +68,7 @@ def grouped_routing(
 ) -> Routing:
     """Return how a token's experts are chosen: from the groups whose two best scores have the highest sum.
 
-    The keywords are what the file's entries are where it leaves them out; without `top_k` it has to name that. Raises
+    The keywords are defaults for entries that the file lacks; without `top_k` the file has to have it. Raises
     InvalidCheckpoint.
     """
     return Routing(
@@ -82,7 +82,7 @@ def grouped_routing(
 
 
 def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
-    """Return how many layers, the first ones, have an MLP and no experts. Raises InvalidCheckpoint."""
+    """Return how many layers, the first ones, have an MLP instead of experts. Raises InvalidCheckpoint."""
     kinds = hf.fields.get("mlp_layer_types")
     if kinds is None:
         return hf.integer("first_k_dense_replace", default, minimum=0)
@@ -93,7 +93,7 @@ def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
 
 
 def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:
-    """Return the fields of a Routing that say how many groups there are, and of how many the experts are. Raises
+    """Return the fields of a Routing for the number of groups, and how many of them a token's experts come from. Raises
     InvalidCheckpoint."""
     groups = hf.integer("n_group", groups, maximum=MAX_EXPERTS)
     return {"groups": groups, "top_groups": hf.integer("topk_group", min(top_groups, groups), maximum=groups)}

@@ -1,4 +1,5 @@
-"""Whether a checkpoint has an output embedding of its own, which its files say better than its config.json."""
+"""Determines whether a checkpoint has an output embedding of its own: its tensors are more reliable than its
+config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from asyncllm.models.stream import FLOAT_DTYPES
 __all__ = ["SCORING", "settle_head"]
 
 SCORING = ("ForSequenceClassification", "ForRewardModel")
-"""How the names of classes end that score sequences."""
+"""Endings of the names of classes that score sequences."""
 
 logger = logging.getLogger("asyncllm")
 
@@ -24,12 +25,13 @@ logger = logging.getLogger("asyncllm")
 def settle_head(
     config: ModelConfig, family: type[DecoderLM], checkpoint: Checkpoint, *, base_class: bool
 ) -> ModelConfig:
-    """Return `config` with `tied` and `has_head` as the tensors have them. `base_class`: config.json names a class
+    """Return `config` with `tied` and `has_head` set according to the tensors. `base_class`: config.json names a class
     without a head.
 
-    A stored head that differs from the embedding is used although the config ties them, with a warning. A file without
-    a head is that of a model without one if its class is, or if it was saved from one, by the names of its tensors.
-    A file that lost its head is left for the loader to refuse. Raises InvalidCheckpoint for a file that cannot be read.
+    A stored head that differs from the embedding is used, with a warning, even if the config ties them. A file without
+    a head belongs to a model without one if its class has none, or if the names of its tensors show that it was saved
+    from such a class. A file that lost its head is left for the loader to refuse. Raises InvalidCheckpoint for a file
+    that cannot be read.
     """
     if config.architecture.endswith(SCORING):
         return msgspec.structs.replace(config, has_head=False, score_head=_score_head(checkpoint))
@@ -50,7 +52,7 @@ def settle_head(
 
 
 def _score_head(checkpoint: Checkpoint) -> ScoreHeadConfig:
-    """Return the head that the tensors are of. Raises InvalidCheckpoint if there is none."""
+    """Return the kind of head that the tensors form. Raises InvalidCheckpoint if there is none."""
     names = [name for name, target in SCORE_ROWS.items() if target == "score.out"]
     for name in names:
         entry = checkpoint.tensors.get(f"{name}.weight")

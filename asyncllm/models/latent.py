@@ -1,4 +1,4 @@
-"""Decoders with latent attention: what DeepSeek-V2, V3 and MiniCPM3 have in common."""
+"""Decoders with latent attention: the common parts of DeepSeek-V2, V3 and MiniCPM3."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LATENT_WEIGHTS = LLAMA_WEIGHTS.without(*(f"{_ATTENTION}.{each}_proj" for each in
 
 
 class LatentConfig(ModelConfig, frozen=True, kw_only=True):
-    """Of a decoder with latent attention. `head_dim` is that of queries."""
+    """The config of a decoder with latent attention. `head_dim` is the head size of queries."""
 
     q_rank: int | None
     kv_rank: int
@@ -36,7 +36,7 @@ class LatentConfig(ModelConfig, frozen=True, kw_only=True):
     rope_dim: int
     value_dim: int
     interleaved: bool
-    """Whether neighbouring features are turned together."""
+    """Whether neighbouring features are rotated together."""
 
 
 class LatentDecoder(DecoderLM):
@@ -62,7 +62,7 @@ class LatentDecoder(DecoderLM):
 
 
 def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str, Any]:
-    """Return the fields of a LatentConfig that all families read alike; `defaults` as of `HFConfig.decoder`.
+    """Return the LatentConfig fields that all families read alike; `defaults`: see `HFConfig.decoder`.
 
     Raises InvalidCheckpoint and UnsupportedModel.
     """
@@ -88,7 +88,7 @@ def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str,
 
 
 def _mscale(hf: HFConfig, rope: RopeConfig) -> float:
-    """Return what a longer context multiplies queries, and keys, by: mscale_all_dim of the file's rotary entries
-    decides."""
+    """Return the factor of a longer context on queries and on keys, determined by mscale_all_dim in the file's rotary
+    entries."""
     multiplier = hf.rope_fields().number("mscale_all_dim", 0.0, positive=False)
     return yarn_term(rope.factor, multiplier)

@@ -1,4 +1,4 @@
-"""Decoders whose layers have embeddings of their own, and share keys and values: Gemma 3n and 4."""
+"""Decoders with per-layer embeddings and shared keys and values: Gemma 3n and 4."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision
 
 
 def text_weights(rows: dict[str, str]) -> WeightMap:
-    """Return Gemma 3's table with these rows, for files of the text model and for those of all that the model reads, of
-    which the rest is left out."""
+    """Return Gemma 3's table with these rows, for files of the text model alone and of the whole model, whose other
+    parts are ignored."""
     table = Gemma3.weights.replaced({**_LAYER_INPUT_WEIGHTS, **rows})
     inner = {
         f"model.language_model.{name.removeprefix('model.')}": target
@@ -42,15 +42,15 @@ def text_weights(rows: dict[str, str]) -> WeightMap:
 
 
 def text_part(hf: HFConfig) -> HFConfig:
-    """Return the entries of the text model, of files that have those of towers besides."""
+    """Return the text model's entries of a file that may also have those of towers."""
     if "text_config" not in hf.fields:
         return hf
     return text_of(hf.changed({"tie_word_embeddings": hf.fields.get("tie_word_embeddings", True)}))[0]
 
 
 def sources_of(hf: HFConfig, windows: tuple[int | None, ...], shared: int) -> tuple[int | None, ...]:
-    """Return for each layer which one's keys and values it reads; None: its own. The last `shared` layers read those of
-    the last layer before them that sees as much."""
+    """Return, for each layer, the layer whose keys and values it reads; None: its own. The last `shared` layers read
+    those of the last layer before them with the same window."""
     first = len(windows) - shared
     last = {window: layer for layer, window in enumerate(windows[: max(0, first)])}
     if any(window not in last for window in windows[first:]):
@@ -59,18 +59,18 @@ def sources_of(hf: HFConfig, windows: tuple[int | None, ...], shared: int) -> tu
 
 
 class LayerInputConfig(ModelConfig, frozen=True, kw_only=True):
-    """Of a decoder whose layers have embeddings of their own, and of which some read others' keys and values."""
+    """The config of a decoder with per-layer embeddings, some of whose layers read other layers' keys and values."""
 
     sources: tuple[int | None, ...]
-    """Per layer, whose keys and values it reads, where these are not its own."""
+    """Per layer, the layer whose keys and values it reads; None: its own."""
     layer_input_size: int
-    """Features that each layer has of a token; 0: none."""
+    """Number of per-layer input features per token; 0: none."""
     layer_input_tokens: int
-    """Rows of their table."""
+    """Number of rows of their table."""
 
 
 class LayerInputLM(DecoderLM):
-    """What Gemma 3n and 4 have in common: normalised values, and what `LayerInputConfig` says."""
+    """The common parts of Gemma 3n and 4: normalised values, and the features of `LayerInputConfig`."""
 
     norm_class = RMSNorm
     config: LayerInputConfig
@@ -92,7 +92,8 @@ class LayerInputLM(DecoderLM):
 
     @property
     def weight_map(self) -> WeightMap:
-        """Layers that read another's keys have their projections in the files of some checkpoints."""
+        """The table without the key projections of layers that read another layer's keys, which some files still
+        contain."""
         unused = (
             f"{prefix}layers.{layer}.self_attn.{part}"
             for layer, source in enumerate(self.config.sources)
@@ -106,7 +107,7 @@ class LayerInputLM(DecoderLM):
         return self.own_or_borrowed(layer, self.attention_config(layer))
 
     def own_or_borrowed(self, layer: int, heads: AttentionConfig, *, keys_as_values: bool = False) -> Attention:
-        """Make attention of these heads over the layer's own keys and values, or those that it reads of another."""
+        """Return attention with these heads over the layer's own keys and values, or over those of another layer."""
         hidden_size, source = self.config.hidden_size, self.config.sources[layer]
         heads = replace(heads, out_bias=heads.qkv_bias)
         if source is not None:
@@ -114,6 +115,6 @@ class LayerInputLM(DecoderLM):
         return NormedValueAttention(layer, hidden_size, heads, keys_as_values=keys_as_values)
 
     def layer_input(self, layer: int) -> GatedLayerInput | None:
-        """Make what adds the layer's own input."""
+        """Return the module that adds the layer's own input, if it has one."""
         hidden, size = self.config.hidden_size, self.config.layer_input_size
         return GatedLayerInput(layer, hidden, size, norm=self.make_norm()) if size else None

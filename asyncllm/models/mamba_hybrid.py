@@ -1,4 +1,4 @@
-"""What decoders with layers of Mamba-2 among those with attention have in common."""
+"""Common parts of decoders that mix layers of Mamba-2 and attention."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ MAMBA_WEIGHTS = {
     f"{_MAMBA}.norm": "layers.{i}.attn.norm",
     f"{_MAMBA}.out_proj": "layers.{i}.attn.out",
 }
-"""Rows of weight tables."""
+"""Rows of a weight table for Mamba-2 layers."""
 
 _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
-"""Names in config.json, before transformers 5 and since."""
+"""Names of layer kinds in config.json, before transformers 5 and since."""
 
 
 class MambaConfig(ModelConfig, frozen=True, kw_only=True):
     attending: frozenset[int]
-    """Layers with attention."""
+    """The layers with attention."""
     mamba_heads: int
     mamba_head_dim: int
     mamba_groups: int
-    """Of heads that share what writes and reads their states."""
+    """Number of groups of heads that share the vectors that write and read their states."""
     mamba_state: int
-    """Numbers of the state for each feature."""
+    """Numbers in the state of each feature."""
     conv_length: int
-    """How many tokens a convolution sees, the newest included."""
+    """Number of tokens that a convolution sees, including the newest."""
     conv_bias: bool
     mamba_bias: bool
-    """Of the products around it."""
+    """Whether the products around the state space have a bias."""
 
 
 def mamba_fields(hf: HFConfig, hidden_size: int, inner: int | None = None) -> dict[str, Any]:
-    """Return the fields of a MambaConfig that say what its Mamba-2 layers are. `inner`: how many features their states
-    follow, where that is not mamba_expand x `hidden_size`. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the MambaConfig fields for Mamba-2 layers. `inner`: number of features with a state, if not mamba_expand x
+    `hidden_size`. Raises InvalidCheckpoint, UnsupportedModel."""
     if _limits(hf.fields.get("time_step_limit")) not in (None, (0.0, math.inf)):
         hf.unsupported("time_step_limit", "Steps of any size above 0 are.")
     heads, groups = hf.integer("mamba_n_heads", 128), hf.integer("mamba_n_groups", 1)
@@ -67,12 +67,12 @@ def mamba_fields(hf: HFConfig, hidden_size: int, inner: int | None = None) -> di
 
 
 def mamba_layer(config: MambaConfig, layer: int, *, least_step: float = 0.0) -> Mamba2:
-    """Make layer `layer`'s Mamba-2, whose steps are not smaller than `least_step`."""
+    """Return the Mamba-2 of layer `layer`, with step sizes of at least `least_step`."""
     return Mamba2(layer, config.hidden_size, **mamba_sizes(config), least_step=least_step)
 
 
 def mamba_sizes(config: MambaConfig) -> dict[str, Any]:
-    """Return the arguments of `Mamba2` that all of a model's have in common."""
+    """Return the arguments of `Mamba2` that are the same for all layers of a model."""
     return {
         "num_heads": config.mamba_heads,
         "head_dim": config.mamba_head_dim,
@@ -86,7 +86,7 @@ def mamba_sizes(config: MambaConfig) -> dict[str, Any]:
 
 
 def attending_layers(hf: HFConfig, num_layers: int) -> frozenset[int] | None:
-    """Return the layers with attention, or None where config.json lists no kinds of layers. Raises InvalidCheckpoint,
+    """Return the layers with attention, or None if config.json does not list layer kinds. Raises InvalidCheckpoint,
     UnsupportedModel."""
     key = "layer_types" if hf.fields.get("layer_types") is not None else "layers_block_type"
     kinds = hf.fields.get(key)
@@ -100,7 +100,7 @@ def attending_layers(hf: HFConfig, num_layers: int) -> frozenset[int] | None:
 
 
 def _limits(value: Any) -> Any:
-    """Return a pair of numbers, of which transformers writes what JSON lacks as {"__float__": "Infinity"}."""
+    """Return a pair of numbers; transformers writes the infinity that JSON lacks as {"__float__": "Infinity"}."""
     if not isinstance(value, list):
         return value
     return tuple(math.inf if each == {"__float__": "Infinity"} else each for each in value)

@@ -1,4 +1,4 @@
-"""The module map: classes of a user's own in the place of a family's layers, which keep their weights."""
+"""The module map: user classes that replace a family's layers and keep their weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["MODULE_MAP", "replace_layers", "replaces"]
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
 MODULE_MAP: dict[tuple[str, str], type[nn.Module]] = {}
-"""(architecture, name of layers) -> their class. Written by `replaces`, and set back where a plugin fails."""
+"""(architecture, name of layers) -> their class. Written by `replaces`, and restored if a plugin fails."""
 
 
 def replaces(layers: str, *architectures: str) -> Callable[[Layer], Layer]:
-    """Decorate a class: in models of these architectures the layers of this name are of it.
+    """Decorate a class that replaces the layers of this name in models of these architectures.
 
-    `layers` is a name as in weight tables, such as "layers.{i}.mlp" or "layers.0.attn". The class derives from that of
-    the layers, whose parameters and settings it has: its `__init__` is not called.
+    `layers` is a name as in weight tables, such as "layers.{i}.mlp" or "layers.0.attn". The class derives from the
+    layers' own class, and takes over their parameters and settings: its `__init__` is not called.
     """
 
     def enter(replacement: Layer) -> Layer:
@@ -34,8 +34,8 @@ def replaces(layers: str, *architectures: str) -> Callable[[Layer], Layer]:
 
 
 def replace_layers(model: DecoderLM) -> None:
-    """Give a new model's layers the classes that the module map has for them. Raises ModelError for a name that no
-    layer has, and for a class that does not derive from the layer's."""
+    """Give a new model's layers their classes from the module map. Raises ModelError for a name that no layer has, and
+    for a class that does not derive from the layer's."""
     for (architecture, layers), replacement in MODULE_MAP.items():
         if architecture != model.config.architecture:
             continue

@@ -1,4 +1,4 @@
-"""Finding which pattern of many a dotted name begins with, part by part."""
+"""Finds which of many patterns a dotted name begins with, segment by segment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 NameTree = dict[str | None, Any]
-"""As `tree_of` makes it."""
+"""The result of `tree_of`."""
 
 
 def tree_of(patterns: Iterable[tuple[str, Any]]) -> NameTree:
     """Return patterns as nested dicts by segment: None stands for a number, and "" holds (value, placeholder names).
 
-    Raises ValueError for a pattern that is no dotted name.
+    Raises ValueError for a pattern that is not a dotted name.
     """
     root: NameTree = {}
     for pattern, value in patterns:
@@ -41,7 +41,7 @@ def tree_of(patterns: Iterable[tuple[str, Any]]) -> NameTree:
 
 
 def walk(tree: NameTree, segments: list[str]) -> list[tuple[int, Any, dict[str, int]]]:
-    """Return every pattern that matches the first segments: (how many segments, its value, the placeholders'
+    """Return every pattern that matches the leading segments: (number of segments, its value, the placeholders'
     numbers)."""
     found = []
     states: list[tuple[NameTree, tuple[int, ...]]] = [(tree, ())]

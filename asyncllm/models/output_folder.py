@@ -1,4 +1,4 @@
-"""A folder for a checkpoint that appears whole or not at all, and the files in it."""
+"""A checkpoint folder that appears complete or not at all, and the files in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENS
 
 
 def check_free(destination: Path, param: str, *, overwrite: bool = False) -> Path:
-    """Return the absolute path of a folder that does not exist yet, or is empty, or may be written over.
+    """Return the absolute path of a folder that does not exist yet, is empty, or may be overwritten.
 
     Raises InvalidParameter, which names `param`.
     """
@@ -39,10 +39,10 @@ def check_free(destination: Path, param: str, *, overwrite: bool = False) -> Pat
 
 @contextmanager
 def output_folder(destination: Path, needed: int) -> Iterator[Path]:
-    """Yield an empty folder beside `destination`, which takes its place, and that of what is there, where the block
-    ends without an error; else it is removed. `needed`: bytes that it will take, about.
+    """Yield an empty folder next to `destination`. It replaces `destination` and its contents if the block ends without
+    an error; otherwise it is removed. `needed`: approximate number of bytes to be written.
 
-    Raises ModelError where it cannot be written.
+    Raises ModelError if it cannot be written.
     """
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
@@ -71,7 +71,7 @@ def _take_place(partial: Path, destination: Path) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy configuration, tokenizer and template files; code is left behind."""
+    """Copy configuration, tokenizer and template files, but no code."""
     for pattern in COPIED:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(".index.json"):
@@ -79,7 +79,7 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several."""
+    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several files."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     pending_bytes = total_bytes = 0
@@ -95,7 +95,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_
             flush()
             storages.clear()
             pending_bytes = 0
-        # The format stores each tensor on its own, so views of one storage are written as copies.
+        # The format stores each tensor separately, so views of one storage are written as copies.
         tensor = tensor.detach()
         storage = tensor.untyped_storage().data_ptr()
         shared = storage in storages

@@ -1,4 +1,4 @@
-"""Families from a Python file of the user's own: `EngineConfig(plugin=[...])`, `--plugin FILE`."""
+"""Families from the user's own Python files: `EngineConfig(plugin=[...])`, `--plugin FILE`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["load_plugins"]
 
 
 def load_plugins(files: Sequence[str | Path]) -> None:
-    """Run each file once, in order: what it registers is found from then on, in this process.
+    """Run each file once, in order. What it registers is available from then on, in this process.
 
-    Raises ModelError for a file that cannot be read or that raises. Then nothing of it stays registered.
+    Raises ModelError for a file that cannot be read or that raises, and then registers nothing from it.
     """
     for file in files:
         path = Path(file).expanduser().resolve()

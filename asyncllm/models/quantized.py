@@ -1,4 +1,4 @@
-"""Giving the layers of a model the methods that a checkpoint's tensors ask for, by the model's own weight table."""
+"""Installs a checkpoint's quantization methods in the layers of a model, which the model's weight table finds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("asyncllm")
 
 
 def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
-    """Put the scheme's methods in the place of plain ones. The model is on the meta device.
+    """Replace plain methods by the scheme's. The model is on the meta device.
 
-    Nothing of the files but the headers is read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
+    Only the headers of the files are read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Weighted)}
     quantized = 0
@@ -62,27 +62,27 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
 
 
 def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Mapping[str, Header]]]:
-    """Path of a layer -> the checkpoint's modules that fill it -> their tensors by suffix."""
+    """Return path of a layer -> the checkpoint's modules that fill it -> their tensors by suffix."""
     table = model.weight_map
     found: dict[str, dict[str, dict[str, Header]]] = defaultdict(lambda: defaultdict(dict))
     for entry in checkpoint.tensors.values():
         try:
             target = table.resolve(entry.name)
         except InvalidCheckpoint:
-            # The loader refuses it, by name and file.
+            # The loader refuses it, and names it and its file.
             continue
         if target is not None:
             suffix = target.keys[0][0]
             module = entry.name.removesuffix(f".{suffix}")
             if module == entry.name:
-                # A row of its own names it: experts.down_proj_blocks is one of the tensors of `experts`.
+                # It has a row of its own: experts.down_proj_blocks is one of the tensors of `experts`.
                 module = entry.name.rpartition(".")[0]
             found[target.module][module][suffix] = Header(entry.dtype, entry.shape)
     return found
 
 
 def _one(methods: Mapping[str, LinearMethod | None], path: str, checkpoint: Checkpoint) -> LinearMethod | None:
-    """Return the method of all modules of a layer."""
+    """Return the single method of all modules of a layer."""
     first, method = next(iter(methods.items()))
     for name, other in methods.items():
         if other != method:

@@ -407,12 +407,7 @@ def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> Loa
         plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
     for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
         if module is not None:
-            logger.info(
-                "%s: %d tensors of %s are left out, because the model does not need them",
-                checkpoint.folder,
-                count,
-                module,
-            )
+            logger.info("%s: %d tensors of %s are not needed and left out", checkpoint.folder, count, module)
     missing = plan.missing()
     if missing is not None:
         raise InvalidCheckpoint(

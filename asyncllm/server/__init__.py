@@ -1,1 +1,1 @@
-"""The HTTP server, thin over `AsyncEngine`: OpenAI's routes and LMDeploy's, on aiohttp."""
+"""The HTTP server, a thin aiohttp layer over `AsyncEngine`: the OpenAI, LMDeploy, Anthropic and Ollama APIs."""

@@ -1,4 +1,4 @@
-"""The aiohttp application: the routes, and the entrance that every request passes."""
+"""The aiohttp application: the routes, and the entry point that every request passes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 __all__ = ["build_app"]
 
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-"""The client's X-Request-Id if it is valid, otherwise a new one; the response has it too."""
+"""The client's X-Request-Id if it is valid, otherwise a new one; also a header of the response."""
 
 OTHER = "other"
-"""Method and route of requests that no route takes, for the metrics: text of clients is no label."""
+"""Method and route, in the metrics, of requests that match no route: client text must not become a label."""
 
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -43,7 +43,7 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         switched_off = route.switch is not None and getattr(service.config, route.switch)
         switched_off |= route.only_with is not None and not getattr(service.config, route.only_with)
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
-            # Each GET route takes HEAD too, which Ollama's program sends first.
+            # Each GET route accepts HEAD too, which Ollama's program sends first.
             for method in ("GET", "HEAD") if route.method == "GET" and not route.streams else (route.method,):
                 added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect_nothing)
                 table[added] = route
@@ -76,7 +76,7 @@ async def _expect_nothing(request: web.Request) -> None:
 async def _entrance(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Measure, and write the access log's line."""
+    """Measure a request, and write its line in the access log."""
     began = time.monotonic()
     service = service_of(request)
     route = request.app[TABLE].get(request.match_info.route)
@@ -106,7 +106,7 @@ async def _answer(
     route: Route | None,
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
-    """Check access, call the handler, turn every exception into an answer, and write it to the client."""
+    """Check access, call the handler, turn every exception into an answer, and write the answer to the client."""
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
     try:
@@ -117,7 +117,7 @@ async def _answer(
                 service.supervisor.check_loaded()
             if route is not None and route.auth is Auth.ADMIN:
                 service.access.check_admin(request)
-            # Without a key one gets at those very paths, not at others that lead to the same route.
+            # Without a key, only these exact paths are open, not others that lead to the same route.
             elif route is None or route.auth is not Auth.PUBLIC or request.path != route.path:
                 request[KEY] = service.access.key_of(request)
             works = route is not None and route.work
@@ -127,7 +127,7 @@ async def _answer(
                     in_work.enter_context(working(request))
                     await service.request_gate.enter()
                 response = await _answered(request, service, route, handler)
-                # The request is in work until its answer is written, as a draining server waits for that.
+                # The request counts as work until its answer is written, because a draining server waits for that.
                 await send(request, response, service.config.write_timeout)
                 return response
     except Exception as error:
@@ -149,7 +149,7 @@ async def _answered(
             answer = no_route(request.path, error)
         else:
             answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"), request.get(FORM_FIELD, FORM))
-        # aiohttp keeps what it raises for paths without a route, and by its traceback that would keep the request.
+        # aiohttp keeps the error that it raises for paths without a route, whose traceback would keep the request.
         error.__traceback__ = None
         return answer.response(_error_format(service, route))
 

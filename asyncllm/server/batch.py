@@ -1,7 +1,7 @@
-"""A file of OpenAI's batch requests, answered by a server that only this program can reach.
+"""Answers a file of OpenAI batch requests, through a server that only this program can reach.
 
-A line of the input is `{"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; for each
-there is a line of the output, in the order in which they end.
+A line of the input is `{"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}`. Each
+produces a line of the output, in the order in which they finish.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from asyncllm.server.run import bind, listening, open_service
 __all__ = ["ROUTES", "Count", "answer_file"]
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank")
-"""What a line may ask for."""
+"""Routes that a line may name."""
 
 AT_ONCE = 512
-"""Requests that are sent and not answered, so that a long file never is in memory. More than rows of most engines, so
-that none of these is free while a line is read."""
+"""Maximum number of unanswered requests, so that a long file is never in memory. It exceeds the rows of most engines,
+so that none of them is free while a line is read."""
 
 
 @dataclass
 class Count:
-    """How many lines have got which answer."""
+    """Number of lines by outcome."""
 
     answered: int = 0
     refused: int = 0
@@ -41,14 +41,14 @@ class Count:
 
 @dataclass
 class _Lines:
-    """The requests of a file, for all who send them."""
+    """The requests of a file, shared by all tasks that send them."""
 
     source: TextIO
     number: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def next(self) -> tuple[int, str] | None:
-        """Return the number and text of the next line that is not empty; None behind the last."""
+        """Return the number and text of the next non-empty line; None after the last."""
         async with self.lock:
             while True:
                 line = await asyncio.to_thread(self.source.readline)
@@ -60,9 +60,9 @@ class _Lines:
 
 
 async def answer_file(engine: AsyncEngine, source: TextIO, target: TextIO) -> Count:
-    """Start the engine, answer each line of `source` by a line in `target`, and close the engine.
+    """Start the engine, answer each line of `source` with a line in `target`, and close the engine.
 
-    Raises InvalidParameter, ModelError, and OSError or ValueError where a file cannot be read or written.
+    Raises InvalidParameter, ModelError, and OSError or ValueError if a file cannot be read or written.
     """
     key = secrets.token_hex(32)
     config = ServerConfig(server_port=0, api_keys=[key], max_connections=2 * AT_ONCE, log_level="ERROR")
@@ -89,7 +89,7 @@ async def answer_file(engine: AsyncEngine, source: TextIO, target: TextIO) -> Co
 
 @contextmanager
 def _first_error() -> Iterator[None]:
-    """Raise the first error of a group in its place: the others follow from it."""
+    """Raise the first error of a group instead of the group: the others follow from it."""
     try:
         yield
     except ExceptionGroup as group:
@@ -111,7 +111,7 @@ def _write(target: TextIO, result: dict[str, Any]) -> None:
 
 
 async def _result(client: aiohttp.ClientSession, number: int, line: str) -> dict[str, Any]:
-    """Return the line of the output for one of the input."""
+    """Return the output line for an input line."""
     result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None, "response": None, "error": None}
     try:
         asked = json.loads(line)
@@ -133,7 +133,7 @@ async def _result(client: aiohttp.ClientSession, number: int, line: str) -> dict
 
 
 def _fault(asked: Any) -> str | None:
-    """Return why a line cannot be sent."""
+    """Return why a line cannot be sent, or None."""
     if not isinstance(asked, dict):
         return "it is no JSON object. One is {'custom_id': ..., 'method': 'POST', 'url': ..., 'body': {...}}."
     if not isinstance(asked.get("custom_id"), str):

@@ -1,4 +1,4 @@
-"""The table of routes: path, access, handler, types of bodies. App, documentation and tests read it."""
+"""The table of routes: path, access, handler, body types. The application, the documentation and tests read it."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ _OLLAMA = (
 
 ROUTES: tuple[Route, ...] = (
     *_GENERATING,
-    # LMDeploy's names of the routes that serve users by quota: here every route does.
+    # LMDeploy's names for routes with per-user quotas; here every route has them.
     *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
     Route(
         method="POST",
@@ -314,7 +314,7 @@ ROUTES: tuple[Route, ...] = (
     _SCORE,
     replace(_SCORE, path="/score"),
     _RERANK,
-    # vLLM's other name, and Cohere's.
+    # vLLM's other name for it, and Cohere's.
     replace(_RERANK, path="/rerank"),
     replace(_RERANK, path="/v2/rerank"),
     Route(
@@ -338,7 +338,7 @@ ROUTES: tuple[Route, ...] = (
         method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
-    # A hub id has a slash in it.
+    # A hub id contains a slash.
     Route(
         method="GET",
         path="/v1/models/{id:.+}",
@@ -417,7 +417,7 @@ ROUTES: tuple[Route, ...] = (
         work=False,
         only_with="allow_terminate_by_client",
     ),
-    # vLLM's, beside Ollama's /api/version.
+    # vLLM's route, next to Ollama's /api/version.
     Route(method="GET", path="/version", handler=version, auth=Auth.KEY, answer=OllamaVersion, work=False),
     Route(method="GET", path="/load", handler=load, auth=Auth.KEY, answer=Load, work=False),
     Route(
@@ -430,12 +430,12 @@ ROUTES: tuple[Route, ...] = (
         switch="disable_metrics",
     ),
     _HEALTH,
-    # SageMaker's name, by both methods, as in vLLM.
+    # SageMaker's name, with both methods, as in vLLM.
     replace(_HEALTH, path="/ping"),
     replace(_HEALTH, path="/ping", method="POST"),
     Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
     Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
-    # The page names the model and the server's limits.
+    # The page shows the model and the server's limits.
     Route(
         method="GET",
         path="/openapi.json",

@@ -34,17 +34,17 @@ __all__ = ["bind", "fastest_loop", "loaded_objects_set_aside", "open_service", "
 logger = logging.getLogger("asyncllm.server")
 
 BACKLOG = 1024
-"""Most connections that the kernel queues until they are accepted."""
+"""Maximum number of connections that the kernel queues until they are accepted."""
 LINGER_S = 2.0
-"""Seconds in which the rest of a refused body is read and dropped before its connection is closed. Otherwise a client
-that still sends would get a reset, perhaps before its answer."""
+"""Seconds during which the rest of a refused body is read and dropped before its connection is closed. Otherwise a
+client that is still sending would get a reset, possibly before the answer."""
 
 
 def open_service(
     engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
 ) -> Service:
-    """Return the service of an engine, started or not. Blocks on files, and on the hub for a model that is not here
-    yet.
+    """Return the service of an engine, started or not. Blocks on files, and on the hub for a model that has to be
+    downloaded.
 
     `make_engine` makes another engine like it when it dies; without it, the engine is not replaced.
 
@@ -71,7 +71,7 @@ def _checkpoint_defaults(model_path: str) -> dict[str, object]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return the listening socket. Raises InvalidParameter if the address is taken or not this machine's."""
+    """Return the listening socket. Raises InvalidParameter if the address is in use or not this machine's."""
     family = socket.AF_INET6 if ":" in config.server_name else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -90,7 +90,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the certificate and key to serve https with. Raises InvalidParameter."""
+    """Return the TLS context with certificate and key, or None without TLS. Raises InvalidParameter."""
     if not config.ssl:
         return None
     key = config.ssl_keyfile or os.environ.get("SSL_KEYFILE")
@@ -121,7 +121,7 @@ async def listening(
     config = service.config
     runner = web.AppRunner(
         build_app(service),
-        # A client that leaves cancels its handler, and with it the answer.
+        # When a client leaves, its handler is cancelled, and the answer with it.
         handler_cancellation=True,
         shutdown_timeout=1.0,
     )
@@ -133,7 +133,7 @@ async def listening(
         handlers,
         loop=asyncio.get_running_loop(),
         keepalive_timeout=config.keep_alive_timeout,
-        # A body is unpacked after its request has been admitted (`read_body`).
+        # A body is decompressed after its request has been admitted (`read_body`).
         auto_decompress=False,
         lingering_time=LINGER_S,
         access_log=None,
@@ -159,11 +159,11 @@ async def listening(
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until `service.stop` is set. Then /health/ready says that the server leaves, and after `drain_delay`
+    """Serve until `service.stop` is set. Then /health/ready reports that the server is leaving, and after `drain_delay`
     seconds it drains: it refuses new requests, lets running ones finish for `drain_timeout` seconds, and ends the rest
-    with an error event. Setting `service.stop_now` cuts that short.
+    with an error event. Setting `service.stop_now` cuts this short.
 
-    Raises EngineDead if the engine has died and is not replaced, after all requests have got their errors.
+    Raises EngineDead if the engine has died and is not replaced, after all requests have received their errors.
     """
     async with listening(service, listener, tls) as stop_accepting:
         await _serve(service, stop_accepting)
@@ -178,13 +178,13 @@ async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
         service.phase = Phase.DRAINING
         stop_accepting()
         await _first_of(service.config.drain_timeout, service.stop_now, service.idle, gave_up)
-        # Requests that still run get their error event now; their handlers end by themselves.
+        # Requests still running now receive their error event; their handlers end by themselves.
         await service.supervisor.close()
         await _first_of(service.config.write_timeout, service.stop_now, service.idle)
 
 
 async def _first_of(seconds: float | None, *events: asyncio.Event) -> None:
-    """Wait for the first of the events, or until the time has passed; None: without a bound."""
+    """Wait for the first of the events, or until the time has passed; None: no limit."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -196,14 +196,14 @@ async def _first_of(seconds: float | None, *events: asyncio.Event) -> None:
 async def run(
     make_engine: Callable[[], AsyncEngine], config: ServerConfig, announce: Callable[[str], None] | None = None
 ) -> None:
-    """Load the model, serve it, and stop at SIGTERM, SIGINT or SIGHUP: the first lets answers finish, the second does
-    not. SIGHUP is never the second, as a terminal that is closed may send it twice, and systemd after SIGTERM; where it
-    is ignored, as under nohup, it stays so.
+    """Load the model, serve it, and stop at SIGTERM, SIGINT or SIGHUP: the first signal lets answers finish, the second
+    does not. SIGHUP never counts as the second, because a closing terminal may send it twice, and systemd sends it
+    after SIGTERM; if it is ignored, as under nohup, it stays ignored.
 
-    An engine that dies is replaced by another that `make_engine` makes. `announce` gets the address once the model is
-    loaded; without it, two lines on standard error tell it. What is logged goes to stderr, from `log_level` up; a
-    program with logging of its own calls `serve_until_stopped`. Raises InvalidParameter, ModelError, and EngineDead
-    after too many deaths or when the device is lost (`Supervisor`).
+    An engine that dies is replaced by a new one from `make_engine`. `announce` receives the address once the model is
+    loaded; without it, two lines on standard error announce it. Logs of `log_level` and above go to stderr; a program
+    with its own logging calls `serve_until_stopped`. Raises InvalidParameter, ModelError, and EngineDead after too many
+    deaths or if the device is lost (`Supervisor`).
     """
     service = await asyncio.to_thread(open_service, make_engine(), config, make_engine)
     with logging_to_stderr(service.config.log_level):
@@ -230,7 +230,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
 
     with _calling_at_signals(asked_to_stop), listener:
         try:
-            # A request that comes while the model is loading gets an answer that says so.
+            # A request that arrives while the model is loading gets an answer that says so.
             async with listening(service, listener, tls) as stop_accepting, service.supervisor:
                 loading = False
                 with loaded_objects_set_aside(service.supervisor):

@@ -1,4 +1,4 @@
-"""Routes by which LoRA adapters come and go while the server runs, in vLLM's words and in SGLang's."""
+"""Routes that load and unload LoRA adapters while the server runs, in vLLM's and in SGLang's form."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LoadAdapterRequest(Body, kw_only=True):
 
     lora_name: Name
     lora_path: FolderName
-    """A folder of PEFT's, below the server's `adapters_folder`; with weights in safetensors."""
+    """A PEFT folder below the server's `adapters_folder`, with weights in safetensors."""
     load_inplace: bool | None = None
-    """true: the name may be that of a loaded adapter, which running requests keep, and later ones have the new one."""
+    """true: the name may be that of a loaded adapter; running requests keep the old one, later ones use the new one."""
     is_3d_lora_weight: bool | None = None
-    """false: of experts that are stacked there are no adapters."""
+    """false: stacked experts have no adapters."""
 
 
 class UnloadAdapterRequest(Body, kw_only=True):
@@ -52,7 +52,7 @@ class UnloadAdapterRequest(Body, kw_only=True):
 
     lora_name: Name
     lora_int_id: int | None = None
-    """vLLM's own number of it, which says nothing here."""
+    """vLLM's own number for it, which is ignored."""
 
 
 class LoadLoRAAdapterReqInput(Body, kw_only=True):
@@ -60,11 +60,11 @@ class LoadLoRAAdapterReqInput(Body, kw_only=True):
 
     lora_name: Name
     lora_path: FolderName
-    """As in LoadAdapterRequest."""
+    """See LoadAdapterRequest."""
     pinned: bool | None = None
-    """false: no adapter stays on the device without requests when others need the room."""
+    """false: an adapter without requests does not stay on the device when others need its slot."""
     lora_id: str | None = None
-    """SGLang's own number of it, which says nothing here."""
+    """SGLang's own number for it, which is ignored."""
 
 
 class UnloadLoRAAdapterReqInput(Body, kw_only=True):
@@ -75,12 +75,12 @@ class UnloadLoRAAdapterReqInput(Body, kw_only=True):
 
 
 class LoadedAdapters(msgspec.Struct, kw_only=True):
-    """SGLang's answer, to what was done and to what was refused."""
+    """SGLang's answer, for accepted and refused requests."""
 
     success: bool
     error_message: str = ""
     loaded_adapters: dict[str, str]
-    """Name -> folder of all that are loaded now."""
+    """Name -> folder of all adapters that are loaded now."""
 
 
 async def load_adapter(request: web.Request) -> web.Response:
@@ -94,7 +94,7 @@ async def load_adapter(request: web.Request) -> web.Response:
 
 
 async def unload_adapter(request: web.Request) -> web.Response:
-    """Let no request name a LoRA adapter any more. Those that run keep it to their end."""
+    """Unload a LoRA adapter for new requests. Running ones keep using it to their end."""
     service = service_of(request)
     body = await read_request(request, UnloadAdapterRequest)
     await _unload(service, body.lora_name)
@@ -102,7 +102,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
 
 
 async def load_adapter_sglang(request: web.Request) -> web.Response:
-    """Load a LoRA adapter, as /v1/load_lora_adapter, with the list of all in the answer."""
+    """Load a LoRA adapter like /v1/load_lora_adapter, with the list of all adapters in the answer."""
     service = service_of(request)
     body = await read_request(request, LoadLoRAAdapterReqInput)
     try:
@@ -115,7 +115,7 @@ async def load_adapter_sglang(request: web.Request) -> web.Response:
 
 
 async def unload_adapter_sglang(request: web.Request) -> web.Response:
-    """Unload a LoRA adapter, as /v1/unload_lora_adapter, with the list of all others in the answer."""
+    """Unload a LoRA adapter like /v1/unload_lora_adapter, with the list of the remaining adapters in the answer."""
     service = service_of(request)
     body = await read_request(request, UnloadLoRAAdapterReqInput)
     try:
@@ -158,8 +158,8 @@ def _unsupported(name: str, why: str) -> ApiError:
 
 
 def _allowed(root: str, path: str) -> str:
-    """Return the folder that a request names, with all links followed. Raises ApiError unless it is below `root` and
-    has weights that no code has to be run for, and no link to elsewhere."""
+    """Return the folder that a request names, with all links resolved. Raises ApiError unless it is below `root`, has
+    weights that need no code to be read, and has no link to the outside."""
     try:
         top = Path(root).resolve()
         folder = (top / path).resolve()
@@ -169,7 +169,7 @@ def _allowed(root: str, path: str) -> str:
     except (OSError, RuntimeError, ValueError):
         found = sound = False
     if not found:
-        # Whether there is anything elsewhere is not said.
+        # Do not reveal whether anything exists elsewhere.
         raise ApiError(
             404, "There is no such folder below adapters_folder.", code="adapter_not_found", param="lora_path"
         )

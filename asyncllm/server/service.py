@@ -1,4 +1,4 @@
-"""Service: the state that every handler needs, and the number of requests in work."""
+"""Service: the state shared by all handlers, and the number of requests being worked on."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
 
 MAX_BODY = 4 * 2**20
 MAX_BODY_WITH_IMAGES = 32 * 2**20
-"""Bytes of a request's body, unless the settings say otherwise: a photograph of 20 MB is 27 MB as a data: URL."""
+"""Default maximum size of a request body: a photograph of 20 MB is 27 MB as a data: URL."""
 
 
 class Phase(enum.Enum):
-    """SERVING -> LEAVING -> DRAINING, when the server has been asked to stop."""
+    """SERVING -> LEAVING -> DRAINING, after the server has been asked to stop."""
 
     SERVING = "serving"
     LEAVING = "leaving"
-    """For `drain_delay` seconds /health/ready answers no, while requests are still served."""
+    """For `drain_delay` seconds /health/ready fails, while requests are still served."""
     DRAINING = "draining"
 
 
 class Service:
-    """An engine behind HTTP. Written by the requests themselves (work) and by `run.serve_until_stopped` (phase)."""
+    """An engine behind HTTP. Written by the requests (work) and by `run.serve_until_stopped` (phase)."""
 
     def __init__(
         self,
@@ -55,35 +55,35 @@ class Service:
         self.config = config
         self.access = access
         self.defaults = defaults
-        """Sampling parameters of requests that leave them out."""
+        """Default sampling parameters of requests."""
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
         self.sessions = KeptSessions(self.supervisor, config)
         self.responses = KeptResponses(config.session_ttl)
         self.background = BackgroundResponses()
         self.phase = Phase.SERVING
         self.request_gate = RequestGate()
-        """For requests in work."""
+        """Lets bursts of requests start a few at a time."""
         self.created = int(time.time())
-        """Start of the server in seconds since 1970, for /v1/models."""
+        """Start time of the server in seconds since 1970, for /v1/models."""
         self.stop = asyncio.Event()
-        """Set to make the server drain, as SIGTERM does."""
+        """Set to make the server drain, as by SIGTERM."""
         self.stop_now = asyncio.Event()
-        """Set to end at once, as the second SIGTERM does."""
+        """Set to end at once, as by a second SIGTERM."""
         self.idle = asyncio.Event()
         """Set while no request is in work."""
         self.idle.set()
         self.openapi = b""
-        """The document of /openapi.json. Written by the first request for it."""
+        """The document served at /openapi.json. Written by the first request for it."""
         self._in_work = 0
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine that serves. A restart replaces it, so a handler keeps it for one request at most."""
+        """The engine in service. A restart replaces it, so a handler must not keep it longer than one request."""
         return self.supervisor.engine
 
     @property
     def max_body_bytes(self) -> int:
-        """Largest body of a request, in bytes."""
+        """Maximum size of a request body in bytes."""
         if self.config.max_body_bytes is not None:
             return self.config.max_body_bytes
         return MAX_BODY_WITH_IMAGES if self.engine.limits.takes_images else MAX_BODY
@@ -95,7 +95,7 @@ class Service:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Count a request as in work during the block. Raises ApiError 429 if there are too many, 503 if the server
+        """Count a request as work during the block. Raises ApiError 429 if there are too many, 503 if the server
         drains, restarts its engine or the model sleeps, and EngineError."""
         if self.phase is Phase.DRAINING:
             raise ApiError(
@@ -122,7 +122,7 @@ class Service:
 
     @contextmanager
     def more_work(self) -> Iterator[None]:
-        """Count the rest of a request in work, which goes on without its handler, during the block."""
+        """Count the rest of a request, which continues without its handler, as work during the block."""
         self._in_work += 1
         self.idle.clear()
         try:
@@ -153,7 +153,7 @@ class Service:
 
 SERVICE = web.AppKey("SERVICE", Service)
 TABLE: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("TABLE", dict)
-"""aiohttp's route -> access. Others, such as an unknown path, need a key."""
+"""aiohttp's route -> our route. Requests without one, such as for an unknown path, need a key."""
 
 
 def service_of(request: web.Request) -> Service:

@@ -1,11 +1,11 @@
-"""Server-sent events: the answers of generations as `data:` lines, ended by exactly one `data: [DONE]`.
+"""Server-sent events: the chunks of generations as `data:` lines, ended by exactly one `data: [DONE]`.
 
-Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's last line. LMDeploy's interactive
-route streams plain lines of JSON the same way (`NDJSON`).
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's final line. LMDeploy's interactive
+route streams plain lines of JSON in the same way (`NDJSON`).
 
-A chunk goes from the engine's loop to the socket without waking a task: the generation's taker encodes it and gives it
-to the transport, which costs half of what a coroutine per token does (BENCHLOG.md, streams). The handler's task wakes
-only for the end, an error, a ping, and a client that does not keep up.
+A chunk goes from the engine's loop to the socket without waking a task: the generation's taker encodes it and passes it
+to the transport, which costs half as much as a coroutine per token (BENCHLOG.md, streams). The handler's task wakes
+only for the end, an error, a ping, and a client that falls behind.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ HEADERS = {
 }
 
 LARGE = 2048
-"""Most tokens and log-probabilities of a chunk that the taker encodes, about 5 ms; larger ones are left to the
-handler's task."""
+"""Maximum number of tokens and log-probabilities in a chunk that the taker encodes, about 5 ms; larger chunks are left
+to the handler's task."""
 
 UNSENT_BYTES = 16 * 1024
-"""Bytes in the transport's buffer beyond which a client does not keep up."""
+"""Bytes in the transport's buffer beyond which a client counts as slow."""
 
 
 def event(data: bytes) -> bytes:
-    """Return one event; `data` is JSON, which has no line break."""
+    """Return one event; `data` is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
 
 
@@ -58,7 +58,7 @@ class Framing:
     frame: Callable[[bytes], bytes]
     """Returns the bytes of one object, which has no line breaks."""
     ping: bytes
-    """The ping of a silent stream; empty: none."""
+    """The ping of a silent stream; empty for none."""
     done: bytes
     """The end of the stream."""
 
@@ -77,7 +77,7 @@ class Events(Protocol):
         """Return the number of tokens and log-probabilities in the events of a chunk."""
 
     def closing(self) -> bytes:
-        """Return the events after the last chunk, without those of the framing."""
+        """Return the events after the last chunk, except those of the framing."""
 
 
 async def stream(
@@ -88,10 +88,10 @@ async def stream(
     framing: Framing = SSE,
     failed: Callable[[ApiError], bytes] | None = None,
 ) -> web.StreamResponse:
-    """Answer with the chunks of `generations` as they come. They have been started, so that errors in the request
-    have become HTTP errors; what fails from here on is an event. The connection is closed after it if the engine is
-    gone; what ended this answer alone does not take the client's next request with it. `failed` writes such an event,
-    where it is not an object with the key `error`."""
+    """Answer with the chunks of `generations` as they arrive. They have already been started, so that errors in the
+    request have become HTTP errors; later failures are events. If the engine is gone the connection is closed
+    afterwards; an error of this answer alone leaves it open for the client's next request. `failed` writes the event of
+    a failure, if that is not an object with the key `error`."""
     response = web.StreamResponse(headers={"Content-Type": framing.content_type, **HEADERS})
     config = service.config
     connection = Connection(request, response, config.write_timeout)
@@ -120,8 +120,8 @@ async def stream(
 
 
 class _Stream:
-    """The body of one response. A chunk that the transport has room for is written as it comes; others wait in their
-    cells, where those of one choice become one, until the handler's task has written them at the client's pace."""
+    """The body of one response. A chunk is written as it arrives if the transport has space; otherwise it waits in its
+    cell, merged with other chunks of its choice, until the handler's task writes it at the client's pace."""
 
     def __init__(
         self,
@@ -136,21 +136,21 @@ class _Stream:
         self._engine = engine
         self._connection = connection
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
-        """Whether the body is chunked. HTTP/1.0 has no chunks: there the end of the connection ends the body."""
+        """Whether the body is chunked. HTTP/1.0 has no chunks: there, closing the connection ends the body."""
         self._events = events
         self._open = list(generations)
         self._in_thread = False
-        """Whether a large chunk is being encoded, behind which further chunks wait."""
+        """Whether a large chunk is being encoded, while further chunks wait."""
         self._silent = False
-        """Whether nothing was written since the last ping was due."""
+        """Whether nothing has been written since the last ping was due."""
         self._ping_due = False
         self._wake = asyncio.Event()
 
     async def run(self, ping_interval: float, ping: bytes) -> None:
-        """Write until all generations have ended. Raises their errors, and ConnectionError when the client is gone."""
+        """Write until all generations have ended. Raises their errors, and ConnectionError if the client has left."""
         for generation in self._open:
             generation.listen(self._wake.set, partial(self._take, generation.index))
-        # For chunks that came before.
+        # For chunks that arrived earlier.
         self._wake.set()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(ping_interval, self._remind)
@@ -173,8 +173,8 @@ class _Stream:
         self._wake.set()
 
     def _take(self, index: int, chunk: Chunk) -> bool:
-        """Write a chunk of the generation of this index, as its taker, or leave it to `_catch_up`. Runs inside the
-        engine's turn, so nothing may be raised."""
+        """Write a chunk of the generation with this index, as its taker, or leave it to `_catch_up`. Runs inside the
+        engine's turn, so it must not raise."""
         transport = self._transport
         if self._in_thread or transport is None or transport.is_closing():
             return False
@@ -190,7 +190,7 @@ class _Stream:
                 return True
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         except Exception:
-            # The handler's task meets it again, and may raise it.
+            # The handler's task encounters the error again, and may raise it.
             return False
         self._silent = False
         return True
@@ -217,5 +217,5 @@ class _Stream:
 
     def _encoded(self, chunk: Chunk) -> bytes:
         if chunk.finish_reason == "error":
-            chunk.finish_reason = None  # the event that follows says so
+            chunk.finish_reason = None  # The following event reports it.
         return self._events.chunk(chunk)

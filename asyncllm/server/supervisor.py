@@ -1,8 +1,8 @@
-"""Supervisor: owns the engine of a server, and makes a new one when it dies.
+"""Supervisor: owns the engine of a server, and replaces it when it dies.
 
-A new engine helps if the engine's own bookkeeping went wrong. It does not help after a fatal error of the device or a
-step that never completes: a CUDA error stays with the process, and memory that a stuck step uses cannot be freed.
-Then, and after too many deaths, `keeping` raises, and the process should end, so that its parent starts another.
+A new engine helps if the engine's own bookkeeping went wrong. It does not help after a fatal device error or a step
+that never completes: a CUDA error stays with the process, and memory that a stuck step uses cannot be freed. In these
+cases, and after too many deaths, `keeping` raises, and the process should end so that its parent can start another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Supervisor:
     ) -> None:
         """`make_engine` makes an engine like `engine`; None: the program owns the engine, and it is not replaced."""
         self.engine = engine
-        """The engine that serves, or the last one that did."""
+        """The engine in service, or the last one that was."""
         self.num_restarts = 0
         self.restarting = False
         self._loaded = False
@@ -43,7 +43,7 @@ class Supervisor:
         self._deaths: deque[float] = deque()
         """Times of deaths within the last `restart_window`, in seconds of the monotonic clock."""
         self._start_seconds = 1.0
-        """Seconds of the last start."""
+        """Duration of the last start in seconds."""
         self._lost_device = False
         self._keeping: asyncio.Task[None] | None = None
         self.on_replaced: list[Callable[[], None]] = []
@@ -51,19 +51,19 @@ class Supervisor:
 
     @property
     def loaded(self) -> bool:
-        """Whether the first engine has its model, started here or by the program."""
+        """Whether the first engine has loaded its model, started here or by the program."""
         if not self._loaded:
             try:
                 self.engine.check_running()
             except EngineClosed:
                 return False
             except EngineError:
-                pass  # it has died since
+                pass  # It has died since.
             self._loaded = True
         return True
 
     def check_loaded(self) -> None:
-        """Raise ApiError 503 until the first engine has its model."""
+        """Raise ApiError 503 until the first engine has loaded its model."""
         if not self.loaded:
             raise ApiError(
                 503, "The model is being loaded. Come back later.", code="model_loading", headers=retry_after(5)
@@ -81,8 +81,8 @@ class Supervisor:
 
     @asynccontextmanager
     async def keeping(self) -> AsyncIterator[asyncio.Event]:
-        """Replace the engine whenever it dies, during the block. Yields an event that is set when this is given up;
-        then the end of the block raises EngineDead."""
+        """Replace the engine whenever it dies, during the block. Yields an event that is set when replacing is given
+        up; then the end of the block raises EngineDead."""
         gave_up = asyncio.Event()
         keeping = self._keeping = asyncio.get_running_loop().create_task(self._keep(gave_up), name="asyncllm-keep")
         try:
@@ -113,7 +113,7 @@ class Supervisor:
         while True:
             began = time.monotonic()
             engine = make_engine()
-            # Observers of the engine observe the next one too.
+            # Observers of the old engine observe the new one too.
             engine.observers = old.observers
             try:
                 await engine.start()
@@ -130,7 +130,7 @@ class Supervisor:
         logger.error("The engine serves again after %.1f s.", self._start_seconds)
 
     def _check_hope(self, cause: BaseException) -> None:
-        """Count a death. Raises EngineDead if the engine is not to be replaced once more."""
+        """Count a death. Raises EngineDead if the engine must not be replaced again."""
         now, window, most = time.monotonic(), self._config.restart_window, self._config.max_restarts
         self._deaths.append(now)
         while self._deaths[0] <= now - window:
@@ -153,8 +153,8 @@ class Supervisor:
         raise EngineDead(f"The engine died of {cause!r}. {why}: start the server again.") from cause
 
     async def close(self) -> None:
-        """Close the engine, or stop replacing it. An engine that lost its device is not closed, as this might never
-        end."""
+        """Close the engine, or stop replacing it. An engine that lost its device is not closed, because that might
+        never end."""
         if self._keeping is not None and self.restarting:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -179,7 +179,7 @@ class Supervisor:
 
 
 async def _take_over_adapters(old: AsyncEngine, engine: AsyncEngine) -> None:
-    """Load what the old engine had loaded while it ran, and unload what it had unloaded."""
+    """Load adapters that the old engine had loaded at run time, and unload those it had unloaded."""
     for name in engine.adapters.keys() - old.adapters.keys():
         await engine.unload_adapter(name)
     for name, path in old.adapters.items():

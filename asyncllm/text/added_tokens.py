@@ -1,4 +1,4 @@
-"""Finding added tokens in a text, and the spellings by which a text could name a special one."""
+"""Finds added tokens in a text, and spellings with which a text could name a special token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncllm.text.checkpoint_files import AddedToken
 __all__ = ["SPACE", "Place", "Spellings", "TokenFinder", "any_of", "led_by_space"]
 
 SPACE = "\u2581"
-"""sentencepiece writes this for a space."""
+"""sentencepiece's character for a space."""
 
 
 MAX_NESTING = 200
-"""Deepest nesting of groups in an expression, whose compilation takes time by its square."""
+"""Maximum nesting of groups in an expression; compilation time grows with its square."""
 
 
 _WHITE_SPACE = re.compile(r"\s*")
@@ -39,8 +39,8 @@ class Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def open_end(self, text: str, start: int) -> int:
-        """Return the start of the longest end of text[start:] that further text could complete to a spelling; len(text)
-        if there is none."""
+        """Return the start of the longest end of text[start:] that more text could complete to a spelling, or
+        len(text)."""
         size = len(text)
         for first in range(max(start, size - self._longest + 1), size):
             node: Any = self._trie
@@ -54,11 +54,11 @@ class Spellings:
 
 
 class TokenFinder:
-    """Finds added tokens: the longest one at the leftmost place, as the libraries do."""
+    """Finds added tokens: the longest one at the leftmost position, like the libraries."""
 
     def __init__(self, tokens: Mapping[int, AddedToken], special: frozenset[int], led: Mapping[str, int]) -> None:
-        """`led`: spelling -> id of a token that is also found behind a space, which becomes part of it, and at the
-        start of a text."""
+        """`led`: spelling -> id of a token that is also found after a space, which becomes part of it, and at the start
+        of a text."""
         self._ids = {token.content: id_ for id_, token in tokens.items()}
         self._special = special
         self._single = frozenset(token.content for token in tokens.values() if token.single_word)
@@ -67,8 +67,8 @@ class TokenFinder:
         self._pattern = any_of([*self._ids, *led])
 
     def find(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Iterator[Place]:
-        """Yield the tokens in `text`, in order, with the white space behind them that belongs to them. No special token
-        overlaps one of the (start, end) pairs of `literal`, which are in rising order."""
+        """Yield the tokens in `text`, in order, including trailing white space that belongs to them. No special token
+        overlaps any of the (start, end) pairs of `literal`, which are in ascending order."""
         start = last = number = 0
         while (match := self._pattern.search(text, start)) is not None:
             start = match.start()
@@ -87,7 +87,7 @@ class TokenFinder:
                 start += 1
 
     def _place(self, text: str, start: int, end: int, last: int) -> Place | None:
-        """Return text[start:end] as a token; `last`: where the token before it ends."""
+        """Return text[start:end] as a token. `last`: end of the previous token."""
         spelling = text[start:end]
         if spelling in self._ids:
             if spelling in self._single and (_is_word(text[start - 1 : start]) or _is_word(text[end : end + 1])):
@@ -102,15 +102,15 @@ class TokenFinder:
 
 
 def led_by_space(tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return the texts that name one of `tokens` behind a space: "<PRE>" for "▁<PRE>", in Code Llama."""
+    """Return the texts that name one of `tokens` after a space: "<PRE>" for "▁<PRE>", in Code Llama."""
     led = {content[1:]: id_ for content, id_ in tokens.items() if content.startswith(SPACE)}
     return {text: id_ for text, id_ in led.items() if text.strip(SPACE) and text not in tokens}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return an expression that finds the longest of `texts` at the leftmost place, and nothing if there are none.
+    """Return an expression that finds the longest of `texts` at the leftmost position, and nothing if there are none.
 
-    Characters that several of them begin with are compared once, so that thousands of tokens cost as much as one.
+    Common prefixes are compared once, so that thousands of tokens cost as much as one.
     """
     texts = list(texts)
     try:

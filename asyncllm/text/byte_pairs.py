@@ -1,7 +1,7 @@
-"""The `tokenizers` pipeline that computes what tiktoken does with tokens and their ranks.
+"""The `tokenizers` pipeline equivalent to tiktoken for a table of tokens and ranks.
 
-tiktoken joins the two neighbours first whose union has the lowest rank. So each way to split a token into two others is
-a merge, in the order of ranks.
+tiktoken first joins the neighbours whose union has the lowest rank. Every way to split a token into two others is
+therefore a merge, in order of rank.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def byte_pair_pipeline(
     prefix: tuple[str, ...] = (),
     composed: bool = False,
 ) -> HubTokenizer:
-    """Return the pipeline of the tokens in `path`, whose ids are their ranks and `first`.
+    """Return the pipeline of the tokens in `path`, whose ids are their ranks plus `first`.
 
-    `words`: the pattern of a word; words are encoded one by one. `named`: further tokens by id, before the others or
-    after them. `prefix`: tokens in front of every text, if any. `composed`: texts are brought to Unicode's form NFC.
-    Raises InvalidCheckpoint for a name that is given twice.
+    `words`: the pattern of a word; words are encoded one by one. `named`: additional tokens by id, before or after the
+    others. `prefix`: tokens that begin every text. `composed`: texts are normalized to Unicode NFC. Raises
+    InvalidCheckpoint for a name that occurs twice.
     """
     texts = {token: byte_level_text(token) for token in ranks}
     ranked = sorted(ranks, key=ranks.__getitem__)
     merges = [(texts[left], texts[right]) for token in ranked for left, right in _splits(token, ranks)]
     vocabulary = {text: first + ranks[token] for token, text in texts.items()}
     vocabulary |= {token.content: id_ for id_, token in named.items() if id_ < first}
-    # A word that is a token as a whole is that token, however its parts would have been joined.
+    # A word that is itself a token becomes that token, however its parts would be joined.
     tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     if composed:
         tokenizer.normalizer = normalizers.NFC()

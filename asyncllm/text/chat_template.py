@@ -33,37 +33,37 @@ from asyncllm.types import Message
 __all__ = ["SWITCHES", "ChatTemplate", "Renderer"]
 
 PROBE = "[an answer]"
-"""A stand-in for an answer, to find out what a template writes behind one."""
+"""Stands in for an answer, to find out what a template writes after one."""
 SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""Variables by which Qwen's and DeepSeek's templates switch thinking. Without them a template never thinks, so False
-needs nothing."""
+"""Variables that switch thinking in Qwen's and DeepSeek's templates. A template without them never thinks, so False is
+always satisfied."""
 FILL = "<FILL>"
-"""The place in a prompt that Code Llama fills in."""
+"""The position in a prompt that Code Llama fills in."""
 
 Ending = Literal["answer", "continued", "closed"]
-"""The end of a text: the beginning of an answer, the assistant's last message to be continued, or the complete last
-message."""
+"""How a text ends: with the beginning of an answer, with the assistant's last message to be continued, or with the
+complete last message."""
 
 
 class Renderer(Protocol):
-    """Writes checked messages as a text."""
+    """Renders checked messages as a text."""
 
     variables: frozenset[str]
-    """Names of the variables that `render` takes."""
+    """Names of the variables that `render` accepts."""
     source: str | None
-    """Source of a Jinja template; None for any other."""
+    """Source of a Jinja template; None for any other kind."""
     reads_tools: bool
-    """Whether `render` takes `tools` too."""
+    """Whether `render` accepts `tools` too."""
 
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
-        """Return the text. `variables` are the caller's, for a template that has some."""
+        """Return the text. `variables`: the caller's, for templates that have some."""
 
     def later_turn(self, prompt: str) -> str:
-        """Return one user turn that follows others, with the beginning of the answer."""
+        """Return one user turn that follows others, and the beginning of the answer."""
 
 
 class ChatTemplate:
-    """The form of one model's conversations. Immutable; usable from several threads at once."""
+    """The chat format of one model. Immutable; usable from several threads at once."""
 
     def __init__(
         self, name: str, renderer: Renderer, *, capability: Capability = "chat", stop_words: Sequence[str] = ()
@@ -72,32 +72,32 @@ class ChatTemplate:
         """The built-in or registered name; "checkpoint" for a Jinja template of the checkpoint or of the user."""
         self.capability = capability
         self.stop_words = tuple(stop_words)
-        """Texts that end an answer, beside the model's end-of-sequence tokens. Some are spelled special tokens."""
+        """Texts that end an answer, besides the model's end-of-sequence tokens. Some spell special tokens."""
         self.renderer = renderer
-        """What writes checked messages down."""
+        """Renders checked messages."""
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names of the variables that `render` takes."""
+        """Names of the variables that `render` accepts."""
         return self.renderer.variables
 
     @property
     def source(self) -> str | None:
-        """The source of a Jinja template; None for any other."""
+        """Source of a Jinja template; None for any other kind."""
         return self.renderer.source
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template has a place for the tools that may be called, which `render` takes as a variable."""
+        """Whether the template uses the tools that may be called, which `render` accepts as a variable."""
         return self.capability == "chat" and self.renderer.reads_tools
 
     @classmethod
     def open(cls, path: Path, config: ChatTemplateConfig | str | None = None) -> Self:
         """Return the template for the checkpoint in the folder `path`.
 
-        The first of these counts: the template that `config` names (a str is a name, the path of a JSON file or JSON
-        text); the checkpoint's own Jinja template, unless it leaves a prompt's beginning out; the built-in one for the
-        architecture in config.json; "base", which writes the texts one after the other.
+        The first of these applies: the template that `config` names (a str is a name, the path of a JSON file or JSON
+        text); the checkpoint's own Jinja template, unless it omits a prompt's beginning; the built-in one for the
+        architecture in config.json; "base", which concatenates the texts.
 
         Raises InvalidParameter for an unknown name or fields that contradict each other, and InvalidCheckpoint when a
         template does not compile.
@@ -130,11 +130,11 @@ class ChatTemplate:
     def of_adapter(
         cls, name: str, folder: Path, model: Path | None, tokenizer: Tokenizer, config: ChatTemplateConfig | None = None
     ) -> Self | None:
-        """Return the template for conversations with the LoRA adapter `name`; None if it is that of the model.
+        """Return the template for conversations with the LoRA adapter `name`; None for the model's own.
 
-        The first of these counts: the registered or built-in template that is called like the adapter; the model's, if
-        `config` names it or `model`, its folder, is None; the Jinja template in the adapter's folder, whose special
-        tokens are the model's where the folder names none; the model's.
+        The first of these applies: the registered or built-in template with the adapter's name; the model's, if
+        `config` names it or `model`, its folder, is None; the Jinja template in the adapter's folder, with the model's
+        special tokens where the folder names none; the model's.
 
         Raises InvalidParameter if a registered class cannot be built, InvalidCheckpoint for a damaged file and when a
         template does not compile, and UnsupportedModel if the folder's has tokens that `tokenizer`, the model's, lacks.
@@ -184,7 +184,7 @@ class ChatTemplate:
         if config.stop_words is not None:
             stop_words = config.stop_words
         elif capability == "infilling":
-            stop_words = ["<EOT>", "\u2581<EOT>"]  # as text, and as the special token that most checkpoints make of it
+            stop_words = ["<EOT>", "\u2581<EOT>"]  # As text, and as the special token in most checkpoints.
         elif capability != "chat":
             stop_words = []
         return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
@@ -202,16 +202,16 @@ class ChatTemplate:
         continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation, up to where the answer begins.
+        """Return the text of a conversation, up to the position where the answer begins.
 
-        A last message of the assistant is the beginning of the answer, and the text ends with it; with
-        `continue_final_message=False` a new answer begins behind it. Without `add_generation_prompt` the text ends with
-        the complete last message, unless `continue_final_message` is set. `variables` are those that the checkpoint's
-        template reads. With the capabilities "completion" and "python" the text is the contents one after the other;
+        If the last message is the assistant's, it is the beginning of the answer and ends the text; with
+        `continue_final_message=False` a new answer follows it. Without `add_generation_prompt` the text ends with the
+        complete last message, unless `continue_final_message` is set. `variables` are variables that the checkpoint's
+        template reads. With the capabilities "completion" and "python" the text is the concatenation of the contents;
         with "infilling" the last content becomes Code Llama's prompt.
 
         Raises InvalidMessage for malformed messages and those that the template refuses, UnsupportedFeature for media
-        and for what the template has no place for, InvalidParameter for the wrong message to continue and for unknown
+        and for features that the template lacks, InvalidParameter for an unsuitable message to continue and for unknown
         variables.
         """
         checked = checked_messages(messages)
@@ -234,7 +234,7 @@ class ChatTemplate:
                 return checked_prompt("".join(message["content"] or "" for message in checked))
 
     def _telling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables without those that the template lacks and that ask for nothing."""
+        """Return the variables without neutral values that the template does not know."""
         known = self.variables
         return {
             name: value
@@ -243,7 +243,7 @@ class ChatTemplate:
         }
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
-        """Return the text of one user turn; `sequence_start=False`: it follows the turns of the same session."""
+        """Return the text of one user turn. `sequence_start=False`: it follows earlier turns of the session."""
         checked_prompt(prompt)
         if sequence_start or self.capability != "chat":
             return self.render([{"role": "user", "content": prompt}])
@@ -272,11 +272,12 @@ class ChatTemplate:
         new_messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Return what follows `render(messages_before) + answer` when the conversation goes on with `new_messages`.
+        """Return what follows `render(messages_before) + answer` when the conversation continues with `new_messages`.
 
         It begins with the mark that ends the answer (such as "<|im_end|>\\n"), which the token that stopped the model
-        may spell, and ends where the next answer begins. White space that the template adds or cuts around an answer
-        makes no difference. None if the template rewrites the history: then the conversation has to be rendered again.
+        may spell, and ends where the next answer begins. White space that the template adds or removes around an answer
+        makes no difference. Return None if the template rewrites the history: then the whole conversation has to be
+        rendered again.
         """
         before = self.render(messages_before, variables=variables)
         if self.capability != "chat":
@@ -297,7 +298,7 @@ class ChatTemplate:
 
 
 class _ComposedRenderer:
-    """A BaseChatTemplate, or a user's class with its two methods."""
+    """Renders with a BaseChatTemplate, or with a user's class that has its two methods."""
 
     variables: frozenset[str] = frozenset()
     source: str | None = None
@@ -316,7 +317,7 @@ class _ComposedRenderer:
             )
         if any(message["content"] is None for message in messages):
             messages = [{**message, "content": message["content"] or ""} for message in messages]
-        # A user's class need not know of an option unless it is used.
+        # A user's class need not support an option unless it is used.
         option = None
         if ending == "closed":
             option = "add_generation_prompt"
@@ -337,7 +338,7 @@ class _ComposedRenderer:
         return self._text(self._template.get_prompt(prompt, False))
 
     def _text(self, text: str) -> str:
-        if not isinstance(text, str):  # a user's class may return anything
+        if not isinstance(text, str):  # A user's class may return anything.
             raise InvalidParameter(
                 f"The chat template {self._name!r} returned {type(text).__name__}, not str. Correct its class."
             )
@@ -345,7 +346,7 @@ class _ComposedRenderer:
 
 
 class _JinjaRenderer:
-    """A Jinja template, with what `transformers` does around it."""
+    """Renders with a Jinja template, and does what `transformers` does around it."""
 
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template: JinjaTemplate | PartContents = template
@@ -359,7 +360,7 @@ class _JinjaRenderer:
             if not self._writes(PROBE):
                 self._template = template
         self.end_of_turn = self._end_of_turn(special)
-        """The special token that the template writes behind an answer. Not every checkpoint lists it as an end."""
+        """The special token that the template writes after an answer. Not every checkpoint lists it as an end token."""
 
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
         if self._meta_instruction is not None and messages[0]["role"] != "system":
@@ -370,25 +371,25 @@ class _JinjaRenderer:
         return self._write(messages, ending == "answer", variables)
 
     def _write(self, messages: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]) -> str:
-        """Return the text of messages, whose contents are texts."""
+        """Return the text of messages whose contents are texts."""
         return self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
 
     def _writes(self, content: str) -> bool:
-        """Return whether the template writes down what a user says, in the form that it is given."""
+        """Return whether the template writes a user's content unchanged."""
         try:
             return content in self._write([{"role": "user", "content": content}], False, {})
         except InvalidMessage:
             return False
 
     def _open_ended(self, messages: list[dict[str, Any]], last: dict[str, Any], variables: Mapping[str, Any]) -> str:
-        """Return the text up to the end of the last message, without what closes it."""
+        """Return the text up to the end of the last message, without the tokens that close it."""
         content = last["content"] or ""
-        # Drawn for each text, so that no message can hold it.
+        # Drawn for each text, so that no message can contain it.
         mark = str(secrets.randbits(128))
         marked = [*messages, {**last, "content": f"{content}{mark} "}]
         text = self._write(marked, False, variables)
         place = text.rfind(mark)
-        # The blank behind the mark is gone where the template trims contents.
+        # The space after the mark is gone if the template trims contents.
         trimmed = not text.startswith(" ", place + len(mark))
         text = text[: max(place, 0)]
         if place < 0 or not text.endswith(content.lstrip()):
@@ -434,7 +435,7 @@ def _as_config(config: ChatTemplateConfig | str | None) -> ChatTemplateConfig:
 
 
 def _known_name(name: str, parts: dict[str, str]) -> str:
-    """Return `name`, which may be new if the parts of a new template come with it."""
+    """Return `name`, which may be new if it comes with the parts of a new template."""
     if MODELS.get(name) is not None or parts:
         return name
     near = get_close_matches(name, MODELS.names(), n=3)

@@ -1,4 +1,4 @@
-"""Token settings of a checkpoint folder: the JSON files beside the weights, read once and typed.
+"""Token settings of a checkpoint folder: the JSON files next to the weights, read once and typed.
 
 Sources, as `transformers` writes them: generation_config.json, tokenizer_config.json, special_tokens_map.json,
 added_tokens.json and config.json. All are optional.
@@ -18,12 +18,12 @@ __all__ = ["BY_MODEL_TYPE", "MAX_TOKEN_ID", "AddedToken", "TokenSettings", "clas
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
-"""Code Llama's."""
+"""Code Llama's tokens for infilling."""
 END_OF_INFILLING = "\u2581<EOT>"
 CHATGLM_TURNS = ("<|user|>", "<|observation|>")
-"""What ChatGLM3 writes where it hands over to the user or to a tool."""
+"""What ChatGLM3 writes when it hands over to the user or to a tool."""
 MAX_TOKEN_ID = 2**24 - 1
-"""Highest id of a token. Tables have an entry for each id, so a damaged id must not decide on their size."""
+"""Highest token id. Tables have an entry for each id, so a damaged id must not determine their size."""
 
 
 BY_MODEL_TYPE: Mapping[str, str] = {
@@ -64,22 +64,22 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, str]
     """"eos_token" and the like -> the token's text."""
     added: dict[int, AddedToken]
-    """Added tokens by the id that the files give."""
+    """Added tokens by the id in the files."""
     unnumbered: tuple[AddedToken, ...]
-    """Added tokens without an id of their own: looked up in the vocabulary."""
+    """Added tokens without an id, which are looked up in the vocabulary."""
     add_bos: bool | None
-    """`add_bos_token`; None when the checkpoint does not say."""
+    """`add_bos_token`; None if the checkpoint does not say."""
     add_eos: bool | None
     """`add_eos_token`, for texts that nothing follows."""
     legacy: bool
-    """False: no dummy prefix in front of text that follows a special token (sentencepiece)."""
+    """False: no dummy prefix before text that follows a special token (sentencepiece)."""
     generation: dict[str, Any]
     tokenizer: dict[str, Any]
     model: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> TokenSettings:
-        """Read the files of `folder`. Raises InvalidCheckpoint for a file that cannot be read or does not hold."""
+        """Read the files of `folder`. Raises InvalidCheckpoint for a file that is unreadable or inconsistent."""
         tokenizer = read_json_object(folder / "tokenizer_config.json")
         special_map = read_json_object(folder / "special_tokens_map.json")
         named: dict[str, str] = {}
@@ -109,7 +109,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
                 unnumbered.setdefault(token.content, token)
         added = _numbered_tokens(folder, tokenizer)
         for id_, token in added.items():
-            # A token of the list of special ones is special, whatever the table of ids says.
+            # A token in the list of special ones is special, whatever the table of ids says.
             listed = unnumbered.pop(token.content, token)
             added[id_] = msgspec.structs.replace(token, special=token.special or listed.special)
         for id_, content in _added_tokens_file(folder).items():
@@ -136,8 +136,8 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def eos_token_ids(self, lookup: Callable[[str], int | None]) -> tuple[int, ...]:
         """Return the ids that end an answer: generation_config.json's, then tokenizer_config.json's, then config.json's
-        if the first file names none, then what ends an answer and no file names: Code Llama's end of an infilled text,
-        ChatGLM3's next turns. Where only one id can be given, it is the first."""
+        if the first file names none, then those that no file names: the end of an infilled text in Code Llama, the next
+        turns in ChatGLM3. Where only one id can be used, it is the first."""
         stated = _ids(self.generation, "eos_token_id", "generation_config.json")
         named = self.named_id("eos_token", lookup)
         found = dict.fromkeys(stated if named is None else (*stated, named))
@@ -152,8 +152,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
         return lookup(self.named[name]) if name in self.named else None
 
     def bos_token_id(self, lookup: Callable[[str], int | None]) -> int | None:
-        """Return the id that begins a sequence, from the same files in the same order as `eos_token_ids`; None if there
-        is none."""
+        """Return the id that begins a sequence, from the same files in the same order as `eos_token_ids`, or None."""
         for id_ in _ids(self.generation, "bos_token_id", "generation_config.json"):
             return id_
         if "tokenizer_class" in self.tokenizer or "bos_token" in self.named:
@@ -168,7 +167,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def classes_of(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of a config.json's model classes; none if it gives none."""
+    """Return the names of the model classes in a config.json, if any."""
     names, model_type = config.get("architectures"), config.get("model_type")
     if names is None and isinstance(model_type, str) and model_type in BY_MODEL_TYPE:
         return [BY_MODEL_TYPE[model_type]]

@@ -1,4 +1,4 @@
-"""BaseChatTemplate puts a prompt together from fixed parts, one per role."""
+"""BaseChatTemplate composes a prompt from fixed parts, one per role."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.types import Message
 __all__ = ["BaseChatTemplate"]
 
 ROUND = "{round}"
-"""In `user`, the place of the number of the user's turn, from 1."""
+"""In `user`, stands for the number of the user's turn, from 1."""
 
 
 class BaseChatTemplate:
@@ -21,12 +21,12 @@ class BaseChatTemplate:
 
     It is the base of the built-in templates and of templates that users register. Parts are public attributes:
 
-    - `meta_instruction`: the system text of a conversation without one; None: no system part.
+    - `meta_instruction`: the system text of a conversation that has none; None: no system part.
     - `start`: the text that begins the sequence, for tokenizers that do not add it.
-    - `user_after_system`: in place of `user` right behind the system part; None: `user`.
-    - `generation_prompt`: in place of `assistant` at the end of a prompt; None: `assistant`.
-    - `images_first`: images of a user's turn stand in front of `user`.
-    - `has_system`: False where the model knows no system role; system texts are left out then.
+    - `user_after_system`: replaces `user` directly after the system part; None: `user`.
+    - `generation_prompt`: replaces `assistant` at the end of a prompt; None: `assistant`.
+    - `images_first`: whether images of a user's turn come before `user`.
+    - `has_system`: False if the model has no system role; system texts are then left out.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BaseChatTemplate:
         self.has_system = has_system
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
-        """Return one user turn, with the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
+        """Return one user turn and the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
         message = {"role": "user", "content": checked_prompt(prompt)}
         return self.messages2prompt([message], sequence_start)
 
@@ -79,7 +79,7 @@ class BaseChatTemplate:
         **_: Any,
     ) -> str:
         """Return a whole conversation. If the last message is the assistant's, the prompt ends with it, to be
-        continued, unless `continue_final_message` is False: then another answer begins behind it.
+        continued, unless `continue_final_message` is False: then another answer follows it.
 
         Raises InvalidMessage for malformed messages, UnsupportedFeature for messages of tools.
         """

@@ -1,4 +1,4 @@
-"""Detokenizer turns token ids into text while they come; StopMatcher cuts the text at stop words."""
+"""Detokenizer turns token ids into text as they arrive; StopMatcher cuts the text at stop words."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Detokenizer", "StopMatcher", "StopWords"]
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
-"""Without a byte table: ids that a token's text may reach back, and the longest incomplete character in ids."""
+"""Without a byte table: how many ids back a token's text may depend on, and the longest incomplete character in ids."""
 
 
 class Detokenizer:
     """Decodes one answer piece by piece: the pieces concatenate to `Tokenizer.decode` of all ids.
 
-    A character that is not complete yet is held back; `flush` gives what is left at the end.
+    An incomplete character is held back; `flush` returns the rest at the end.
     """
 
     __slots__ = ("_at_start", "_pending", "_settled", "_skip", "_table", "_texts", "_window")
@@ -33,11 +33,12 @@ class Detokenizer:
         self._texts = [] if table is None else table.texts(skip_special_tokens=skip_special_tokens)
         self._pending = b""
         self._at_start = table is not None and table.leading is not LeadingSpace.KEEP
-        # True while a token's text can be taken from `_texts`: not at the start, no incomplete character pending.
+        # True while a token's text can be looked up in `_texts`: not at the start, and no incomplete character is
+        # pending.
         self._settled = table is not None and not self._at_start
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that `ids` complete; ids outside the vocabulary have none."""
+        """Return the text completed by `ids`. Ids outside the vocabulary have none."""
         if self._settled and len(ids) == 1 and 0 <= ids[0] < len(self._texts):
             text = self._texts[ids[0]]
             if text is not None:
@@ -59,7 +60,7 @@ class Detokenizer:
 
 
 class _Window:
-    """Decodes the last few ids again for every push, for decoders that look at a token's neighbours (WordPiece)."""
+    """Decodes the last few ids again at every push, for decoders that look at neighbouring tokens (WordPiece)."""
 
     __slots__ = ("_context", "_fresh", "_skip", "_tokenizer")
 
@@ -102,16 +103,15 @@ class _Window:
 
 
 class StopWords:
-    """The stop words of one request, which the matchers of all its choices share.
+    """The stop words of one request, shared by the matchers of all its choices.
 
-    They take four bytes for each character of a word that an answer has matched so far. Used by one thread at a
-    time.
+    They take four bytes for each character of a word that an answer has matched so far. Used by one thread at a time.
     """
 
     __slots__ = ("beginnings", "words")
 
     def __init__(self, words: Iterable[str]) -> None:
-        """Raises InvalidParameter for an empty word."""
+        """Raise InvalidParameter for an empty word."""
         texts = tuple(dict.fromkeys(words))
         if not all(texts):
             raise InvalidParameter("A stop word is empty, and every text contains that. Remove it.", "stop_words")
@@ -124,10 +124,11 @@ class StopWords:
 
 
 class _StopWord:
-    """A word with its table of Knuth, Morris and Pratt (1977), of which entries are made when they are needed.
+    """A word with its Knuth-Morris-Pratt table (1977), whose entries are computed on demand.
 
-    `fallback[size]`: how much of the word still matches when its first `size` characters do and the next one does not.
-    No entry leads to a place that asks for the same character, so that a chain of them is logarithmic.
+    `fallback[size]`: how much of the word still matches when its first `size` characters match and the next one does
+    not. No entry leads to a position that expects the same character, so that a chain of entries has logarithmic
+    length.
     """
 
     __slots__ = ("_border", "fallback", "text")
@@ -138,8 +139,8 @@ class _StopWord:
         self._border = 0
 
     def match(self, text: str, matched: int, end: int) -> tuple[int, int]:
-        """Go on from `matched` characters of the word through text[:end]. Return how many characters match now, and the
-        place in the text, which is before `end` only for a complete word."""
+        """Continue from `matched` characters of the word through text[:end]. Return how many characters match now, and
+        the position in the text, which is before `end` only for a complete word."""
         word, size, fallback = self.text, len(self.text), self.fallback
         place = 0
         while place < end:
@@ -159,7 +160,7 @@ class _StopWord:
         return matched, place
 
     def _extend(self, size: int) -> None:
-        """Make the table up to the entry of `size`."""
+        """Extend the table to the entry of `size`."""
         word, fallback, border = self.text, self.fallback, self._border
         for place in range(len(fallback), size + 1):
             same = word[place] == word[border]
@@ -173,23 +174,23 @@ class _StopWord:
 class StopMatcher:
     """Cuts a stream of text at the first stop word.
 
-    The word that is complete first wins; of two that are complete at the same character, the longer one. So the result
-    does not depend on how the text is split. Only the longest end of the text that may begin a stop word is held back.
+    The word that is completed first wins; of two completed at the same character, the longer one. The result thus does
+    not depend on how the text is split. Only the longest end of the text that may begin a stop word is held back.
     """
 
     __slots__ = ("_include", "_matched", "_open", "_stops")
 
     def __init__(self, stops: StopWords, *, include: bool = False) -> None:
-        """`include`: the stop word is part of the text."""
+        """`include`: keep the stop word in the text."""
         self._stops = stops
         self._include = include
         self._open: dict[int, int] = {}
-        """Index of a word that the end of the text may begin -> how many of its characters are there. As many as the
-        longest match has are held back, so the text itself need not be kept."""
+        """Index of a word that the end of the text may begin -> number of its characters matched so far. The number of
+        characters held back is the largest of these, so the text itself need not be kept."""
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is safe to emit now, and the stop word, if it has come. Nothing is emitted after
+        """Return the text that is safe to emit now, and the stop word, if one has been found. Nothing is emitted after
         that."""
         if self._matched is not None:
             return "", self._matched
@@ -213,7 +214,7 @@ class StopMatcher:
         return text[: len(text) - max(self._open.values(), default=0)], None
 
     def flush(self) -> str:
-        """Return the text that was held back, now that nothing can complete a stop word."""
+        """Return the text that was held back; no stop word can be completed any more."""
         text, self._open = self._held(), {}
         return text
 

@@ -1,7 +1,7 @@
-"""Prompts for text between two others, in the forms that models of code were trained on ("fill in the middle").
+"""Prompts for text between two others ("fill in the middle"), in the forms that code models were trained on.
 
-The forms are those of the models' cards and of arXiv 2207.14255. A model's form is known by the marks that its
-tokenizer has.
+The forms are from the models' cards and from arXiv 2207.14255. A model's form is recognized by the marks in its
+tokenizer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["FillIn", "fill_in_of"]
 
 
 class FillIn(NamedTuple):
-    """One form of such prompts."""
+    """One form of fill-in-the-middle prompts."""
 
     form: str
-    """The prompt, with {prefix} and {suffix}."""
+    """The prompt, with placeholders {prefix} and {suffix}."""
     marks: tuple[str, ...]
-    """Tokens that such a model's tokenizer has; none of them belongs into an answer."""
+    """Tokens that the tokenizer of such a model has; none of them belongs in an answer."""
     ends: tuple[str, ...] = ()
-    """More tokens that end an answer, if the tokenizer has them."""
+    """Additional tokens that end an answer, if the tokenizer has them."""
 
     def prompt(self, prefix: str, suffix: str) -> str:
         """Return the prompt for the text between the two."""
@@ -56,7 +56,7 @@ FORMS = (
         ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
         ("<fim-pad>",),
     ),
-    # DeepSeek-Coder, and V2 and V3, whose vocabulary has the same.
+    # DeepSeek-Coder, and V2 and V3, which share its vocabulary.
     FillIn(
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
@@ -66,12 +66,12 @@ FORMS = (
         "<[fim-suffix]>{suffix}<[fim-prefix]>{prefix}<[fim-middle]>",
         ("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"),
     ),
-    # Codestral and newer models of Mistral's.
+    # Codestral and newer Mistral models.
     FillIn("[SUFFIX]{suffix}[PREFIX]{prefix}", ("[SUFFIX]", "[PREFIX]"), ("[MIDDLE]",)),
 )
 
 
 def fill_in_of(tokenizer: Tokenizer) -> FillIn | None:
-    """Return the form of a model's prompts; None if its tokenizer has the marks of no form."""
+    """Return the form of a model's prompts, or None if its tokenizer lacks the marks of every form."""
     known = (form for form in FORMS if all(tokenizer.token_id(mark) is not None for mark in form.marks))
     return next(known, None)

@@ -1,4 +1,4 @@
-"""Images and videos of a prompt: taken out of messages, with a mark in the text where each one was.
+"""Takes images and videos out of messages, and leaves a mark in the text in place of each.
 
 Chat templates and tokenizers see the marks. Later these become the placeholder that the model's family writes for an
 image.
@@ -41,29 +41,29 @@ __all__ = [
 ]
 
 IMAGE_TOKEN = "<IMAGE_TOKEN>"
-"""A user puts it into a text where an image of the same message belongs."""
+"""Users put this into a text where an image of the same message belongs."""
 
 IMAGE_MARK = f"{secrets.randbits(128):039d}"
-"""The mark of an image in a text. It is drawn for the process, so that no user can write it, and has digits, which
-templates leave alone."""
+"""The mark of an image in a text. It is drawn per process, so that no user can write it, and consists of digits, which
+templates leave unchanged."""
 
 INDEX_MARK = f"{secrets.randbits(128):039d}"
-"""In a family's placeholder for an image, the place of the image's number in its prompt, from 0."""
+"""In a family's placeholder for an image, stands for the image's number in its prompt, from 0."""
 NUMBER_MARK = f"{secrets.randbits(128):039d}"
 """The same, counted from 1."""
 
 VIDEO_MARK = f"{secrets.randbits(128):039d}"
 """The mark of a video in a text."""
 OWN_END = f"{secrets.randbits(128):039d}"
-"""The end of what a chat template itself writes for the image or video whose mark stands before it."""
+"""The end of the template's own text for the image or video whose mark precedes it."""
 
 KINDS: Mapping[str, str] = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
-"""Mark -> type of the part that it stands for."""
+"""Mark -> type of the part that it represents."""
 
 MAX_IMAGES = 256
-"""Most images of a prompt."""
+"""Maximum number of images in a prompt."""
 MAX_FRAMES = 768
-"""Most frames of a video."""
+"""Maximum number of frames in a video."""
 
 IMAGE_PARTS = ("image_url", "image_data", "image")
 VIDEO_PARTS = ("video_url", "video")
@@ -71,7 +71,7 @@ OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
 VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 """Keys of a part that describe its image, besides its source."""
 UNSAID = frozenset({"cache_control", "modalities", "uuid"})
-"""Keys of a part that change nothing here: Anthropic's, SGLang's and vLLM's."""
+"""Keys of a part that have no effect here: Anthropic's, SGLang's and vLLM's."""
 _SOURCES = ("url", "data", "frames")
 PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *OPTIONS, *VIDEO_OPTIONS, *UNSAID})
 """All keys of a part that is an image or a video."""
@@ -82,16 +82,16 @@ _ANY_MARK = re.compile(f"{IMAGE_MARK}|{VIDEO_MARK}")
 
 
 class ImageSource(NamedTuple):
-    """An image or a video as a prompt names it."""
+    """An image or a video as given in a prompt."""
 
     image: Any
-    """A path, a URL, bytes, or an image of PIL; for a video a file, or a list of these."""
+    """A path, a URL, bytes, or a PIL image; for a video a file, or a list of these."""
     options: Mapping[str, Any]
     is_video: bool = False
 
 
 def is_data_url(source: object) -> TypeGuard[str]:
-    """Return whether this is a `data:` URL, in letters of either case."""
+    """Return whether this is a `data:` URL, in any case."""
     return isinstance(source, str) and source[:5].lower() == "data:"
 
 
@@ -101,16 +101,16 @@ def is_address(source: object) -> TypeGuard[str]:
 
 
 def names_image(text: str) -> bool:
-    """Return whether a text is a URL of an image, or ends as its file's name does."""
+    """Return whether a text is the URL of an image, or ends like an image file name."""
     return is_data_url(text) or is_address(text) or text.startswith("file://") or bool(_FILE_NAME.search(text))
 
 
 def source_of(part: Mapping[str, Any], kind: str) -> Any:
-    """Return the image or the video that a part of this type names; None if it names none."""
+    """Return the image or the video that a part of this type names, or None."""
     value = part.get(kind)
     if isinstance(value, dict):
         return next((value[name] for name in _SOURCES if name in value), None)
-    # Beside the type, as in messages for transformers.
+    # Next to the type, as in messages for transformers.
     return part.get("url") if value is None else value
 
 
@@ -129,10 +129,10 @@ def holds_images(prompt: Any) -> bool:
 
 
 def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
-    """Return a prompt of `holds_images` with marks in place of its images, and these in order. (text, images) becomes a
-    text, and messages stay messages.
+    """Return a prompt of `holds_images` with marks in place of its images, and the images in order. (text, images)
+    becomes a text, and messages stay messages.
 
-    Raises InvalidMessage for malformed parts and for IMAGE_TOKENs that are not as many as the message's images.
+    Raises InvalidMessage for malformed parts, and if the number of IMAGE_TOKENs differs from the message's images.
     """
     sources: list[ImageSource] = []
     if isinstance(prompt, tuple) and isinstance(prompt[0], str):
@@ -156,14 +156,14 @@ def with_numbers(text: str, index: int) -> str:
 
 
 def split_marks(text: str) -> list[tuple[str, str]]:
-    """Return the texts before and behind the marks of images and videos, each with what the chat template itself writes
-    for the image before it."""
+    """Return the texts before and after the marks of images and videos, each with the template's own text for the
+    preceding image."""
     pieces = (piece.rpartition(OWN_END) for piece in _ANY_MARK.split(text))
     return [(own, behind) for own, _, behind in pieces]
 
 
 def parts_of(text: str, kinds: Mapping[str, str] = KINDS) -> list[dict[str, str]]:
-    """Return a marked text as parts, of which those of `kinds` are no texts."""
+    """Return a marked text as parts; only marks of `kinds` become media parts."""
     pieces = re.split(f"({_ANY_MARK.pattern})", text)
     return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in pieces if each]
 
@@ -182,7 +182,7 @@ def _without_images(message: Any, where: str, sources: list[ImageSource]) -> Any
         elif kind == "text" and isinstance(part.get("text"), str):
             pieces += ["\n", part["text"]] if pieces and pieces[-1] not in _MARKS else [part["text"]]
         else:
-            return message  # which the check of messages refuses by name
+            return message  # The check of messages refuses it by name.
     if not any(piece in _MARKS for piece in pieces):
         return message
     if message.get("role") == "assistant":
@@ -191,7 +191,7 @@ def _without_images(message: Any, where: str, sources: list[ImageSource]) -> Any
 
 
 def _placed(pieces: Sequence[str], where: str) -> str:
-    """Return the text, with the marks where the user has put IMAGE_TOKENs, if any."""
+    """Return the text, with marks where the user has put IMAGE_TOKENs, if any."""
     count = sum(piece is IMAGE_MARK for piece in pieces)
     text = "".join(piece for piece in pieces if piece is not IMAGE_MARK)
     asked = text.count(IMAGE_TOKEN)
@@ -213,7 +213,7 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
     if source is None:
         raise InvalidMessage(f'{where} names no image. Give {{"type": "image_url", "image_url": {{"url": "..."}}}}.')
     inner = value if isinstance(value, dict) else {}
-    # Options stand beside the URL or beside the type.
+    # Options are next to the URL or next to the type.
     given = {**part, **inner}
     given = {key: each for key, each in given.items() if each is not None}
     options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *UNSAID}}

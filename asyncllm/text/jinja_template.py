@@ -21,10 +21,10 @@ from asyncllm.text.checkpoint_files import read_json_object
 __all__ = ["JinjaTemplate", "checkpoint_template"]
 
 MAX_CHARACTERS = 16 * 2**20
-"""Most characters of a rendered prompt. A longer one is refused while it is being rendered."""
+"""Maximum length of a rendered prompt. A longer one is refused during rendering."""
 
 MAX_REASON = 500
-"""Most characters of a template's own message when it refuses messages."""
+"""Maximum length of a template's own message when it refuses messages."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
 """Variables that the caller of `render` may not set, besides the special tokens."""
@@ -34,13 +34,13 @@ class _RaisedByTemplate(jinja2.TemplateError):
     """The template called `raise_exception`."""
 
     def reason(self) -> str:
-        """Return the template's message, cut, as it may hold a whole chat message."""
+        """Return the template's message, cut, because it may contain a whole chat message."""
         text = str(self)
         return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is only its content."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is just its content."""
 
     tags = {"generation"}
 
@@ -76,7 +76,7 @@ class JinjaTemplate:
         self.reads_tools = "tools" in undeclared
         """Whether the template reads the tools that may be called."""
         self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
-        """Variables that the template asks for and `render` takes."""
+        """Variables that the template reads and `render` accepts."""
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -113,7 +113,7 @@ class JinjaTemplate:
                 "The model's chat template reaches for something that its sandbox forbids. The owner of the model can "
                 "choose another one by ChatTemplateConfig(model_name=...)."
             ) from _bare(error)
-        except Exception as error:  # a template can raise whatever its expressions raise
+        except Exception as error:  # A template can raise whatever its expressions raise.
             raise InvalidMessage(
                 "The model's chat template fails on these messages. Send roles and contents that the model was trained "
                 "on, or choose another template."

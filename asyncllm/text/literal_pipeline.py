@@ -1,4 +1,4 @@
-"""A `tokenizers` pipeline that takes special tokens at given places and nowhere else."""
+"""A `tokenizers` pipeline that recognizes special tokens at given positions only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["LiteralPipeline"]
 class LiteralPipeline:
     """A pipeline with the model of another one, and its added tokens except the special ones.
 
-    Each special token is replaced by a stand-in, a token of the same properties that no text can spell. So the text
-    around it is normalized, split and encoded as it is around the token itself.
+    Each special token is replaced by a stand-in, a token with the same properties that no text can spell. The text
+    around it is thus normalized, split and encoded as around the token itself.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class LiteralPipeline:
         spelled: Mapping[str, int],
         inside: frozenset[int],
     ) -> None:
-        """`special`: added tokens by id. `spelled`: all texts that name a special token. `inside`: ids of those tokens
-        that stand for a space and what follows it, as if both were text."""
+        """`special`: added tokens by id. `spelled`: all texts that name a special token. `inside`: ids of the tokens
+        that include a leading space, as if both were text."""
         self._pipeline = HubTokenizer(original.model)
         if original.normalizer is not None:
             self._pipeline.normalizer = original.normalizer
@@ -44,8 +44,8 @@ class LiteralPipeline:
         self._spelled = spelled
         self._inside = inside
         self._stand_ins: dict[int, str] = {}
-        """Special id -> its stand-in. In a pipeline that prepends, tokens inside of text are found behind that.
-        """
+        """Special id -> its stand-in. In a pipeline that prepends, tokens inside a text are found after the prepended
+        text."""
         self._plain_stand_ins: dict[int, str] = {}
         """The same, for tokens that are found before the text is normalized."""
         self._stand_in_ids: set[int] = set()
@@ -61,7 +61,7 @@ class LiteralPipeline:
         order, in which nothing is a special token."""
         ids, of_text = self._encode(text, places, (), self._stand_ins)
         if not of_text.isdisjoint(self._spelled.get(text[start:end]) for start, end in literal):
-            # Unigram knows special tokens as pieces of text: these are broken behind their first characters.
+            # Unigram knows special tokens as pieces of text, so these are broken after their first characters.
             breaks = [start + 1 for start, end in literal if end > start + 1]
             ids, _ = self._encode(text, places, breaks, self._stand_ins)
         return ids
@@ -69,7 +69,7 @@ class LiteralPipeline:
     def _encode(
         self, text: str, places: Sequence[Place], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> tuple[list[int], set[int]]:
-        """Return token ids, and which of them came out of plain text."""
+        """Return token ids, and which of them came from plain text."""
         marked = "".join(self._marked(text, places, breaks, stand_ins))
         waiting = iter(places)
         ids: list[int] = []
@@ -81,7 +81,7 @@ class LiteralPipeline:
                 ids.append(self._ids.get(id_, id_))
                 of_text.add(ids[-1])
         if next(waiting, None) is not None:
-            # Normalizing the text in front of a stand-in can hide it, where the token would be found.
+            # Normalizing the text before a stand-in can hide it, where the token itself would be found.
             return self._encode(text, places, breaks, self._plain_stand_ins)
         return ids, of_text
 
@@ -99,7 +99,7 @@ class LiteralPipeline:
             if id_ < 0:
                 yield self._break
             else:
-                # Spelled as it is in the vocabulary, a token stands for itself.
+                # A token spelled as in the vocabulary stands for itself.
                 led = id_ in self._inside and not text.startswith(SPACE, start)
                 if led and self._prepends and not begins:
                     yield " "
@@ -121,7 +121,7 @@ class LiteralPipeline:
         return id_
 
     def _fill_gaps(self) -> None:
-        """Number new tokens from the size of the vocabulary, where one with gaps has ids still."""
+        """Number new tokens from the vocabulary's size on; a vocabulary with gaps may still have ids there."""
         vocabulary = self._pipeline.get_vocab(with_added_tokens=False)
         missing = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
         if missing:

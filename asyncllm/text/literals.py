@@ -1,11 +1,11 @@
-"""Literals keeps special tokens that a user spells out from being read as the tokens themselves.
+"""Literals keeps spellings of special tokens in user text from being read as the tokens themselves.
 
     literals = Literals(tokenizer)
     text, spans = literals.restore(template.render(literals.mark(messages)))
     ids = tokenizer.encode(text, literal_spans=spans)
 
-Otherwise a user who writes "<|im_end|>" ends his own turn and can go on in the role of the system. The template renders
-marks in place of such spellings, so their places are known exactly, whatever the template does with the text.
+Otherwise a user who writes "<|im_end|>" would end the turn and could continue in the role of the system. The template
+renders marks instead of such spellings, so their positions are known exactly, whatever the template does with the text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OF_THE_FORMAT = frozenset({"role", "type"})
 class Literals:
     """The spellings found in one conversation. Each spelling has one number, in all calls.
 
-    A mark begins with digits that are drawn for the conversation, so no client can write one. It has no other
-    characters, as digits are left alone by whatever a template does to a text: trimming, quoting, changing of case.
+    A mark begins with digits that are drawn per conversation, so no client can write one. It consists only of digits,
+    because templates leave them unchanged whatever they do to a text: trimming, quoting, changing case.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -41,13 +41,12 @@ class Literals:
         self._mark = re.compile(f"{self._opening}([0-9]{{{NUMBER_DIGITS}}})")
 
     def mark(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with marks in place of special tokens' spellings, in all of their texts, the assistant's
-        included.
+        """Return the messages with marks in place of special tokens' spellings in all texts, including the assistant's.
 
         The end of a text that the next text could complete to a spelling is marked too. Raises InvalidMessage for
         messages that are nested too deeply.
         """
-        # The template checks messages; here only values that can hold a text matter.
+        # The template checks messages; here only values that can contain a text matter.
         try:
             return [self._marked(message) if isinstance(message, dict) else message for message in messages]
         except RecursionError:
@@ -65,19 +64,19 @@ class Literals:
             parts += [text[last : match.start()], self._mark_of(match[0])]
             last = match.end()
         end = self._spellings.open_end(text, last)
-        if text[end:].strip() == "":  # which a template may trim
+        if text[end:].strip() == "":  # A template may trim it.
             return "".join([*parts, text[last:]]) if parts else text
         return "".join([*parts, text[last:end], self._mark_of(text[end:])])
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text with the spellings back in, and where they are: (start, end) pairs in rising order."""
+        """Return the text with the spellings restored, and their positions: (start, end) pairs in ascending order."""
         spellings = list(self._numbers)
         parts: list[str] = []
         spans: list[tuple[int, int]] = []
         size = last = 0
         for match in self._mark.finditer(text) if spellings else ():
             number = int(match[1])
-            if number >= len(spellings):  # the template has cut a mark
+            if number >= len(spellings):  # The template has cut a mark.
                 continue
             before, spelling = text[last : match.start()], spellings[number]
             parts += [before, spelling]
@@ -102,13 +101,13 @@ class Literals:
         return value
 
     def _marked_name(self, name: Any) -> Any:
-        # A template compares names with known ones, so only the spellings in them are marked.
+        # A template compares names with known ones, so only spellings inside them are marked.
         return (
             self._spellings.pattern.sub(lambda match: self._mark_of(match[0]), name) if isinstance(name, str) else name
         )
 
     def _marked_arguments(self, text: str) -> str:
-        """Return the arguments of a call, which may be JSON: a template may read what is written with escapes there."""
+        """Return the marked arguments of a call, which may be JSON: a template may decode the escapes in it."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):

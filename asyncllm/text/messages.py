@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant", "tool")
 MEDIA_PARTS = frozenset({"image_url", "image", "image_data", "video_url", "video"})
 AUDIO_PARTS = frozenset({"audio_url", "audio", "input_audio"})
 EXTRA_KEYS = {"name": str, "tool_calls": list, "tool_call_id": str, "reasoning_content": str}
-"""Keys beside role and content that a checkpoint's own template may read, with their types."""
+"""Keys besides role and content that a checkpoint's own template may read, with their types."""
 
 
 def checked_prompt(prompt: object) -> str:
@@ -30,10 +30,10 @@ def checked_prompt(prompt: object) -> str:
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages with each content as one text, or None beside calls of tools.
+    """Return the messages with each content as one text, or None next to tool calls.
 
-    Text parts are joined by a newline; other keys whose value is None are dropped. Raises InvalidMessage for
-    malformed messages, UnsupportedFeature for images and other media.
+    Text parts are joined by a newline; other keys whose value is None are dropped. Raises InvalidMessage for malformed
+    messages, UnsupportedFeature for images and other media.
     """
     if isinstance(messages, str | bytes | dict) or not isinstance(messages, Sequence):
         raise InvalidMessage(

@@ -1,4 +1,4 @@
-"""Contents as lists of parts, for chat templates that read them in no other form, such as Idefics3's."""
+"""Contents as lists of parts, for chat templates that accept no other form, such as Idefics3's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asyncllm.text.jinja_template import JinjaTemplate
 __all__ = ["PartContents"]
 
 _AROUND = ("0", "1")
-"""Texts before and behind an image, in the question what is written for it."""
+"""Texts before and after an image, used to find out what is written for it."""
 
 
 class PartContents:
-    """A template whose texts have marks where it writes images down, as those of other templates have.
+    """A template whose rendered texts have marks for images, like those of other templates.
 
-    Behind a mark stands what the template writes itself, up to `OWN_END`: in some families the same for each image,
-    which the family's own text takes the place of.
+    The template's own text for an image follows the mark, up to `OWN_END`. Some families write the same text for every
+    image, and the family's placeholder replaces it.
     """
 
     def __init__(self, template: JinjaTemplate) -> None:
@@ -29,19 +29,19 @@ class PartContents:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Return the text. The contents of messages are texts with marks. Raises InvalidMessage."""
+        """Return the text. Contents of messages are texts with marks. Raises InvalidMessage."""
         known = {mark: KINDS[mark] for mark, written in self._written.items() if written}
         parted = [{**each, "content": parts_of(each["content"] or "", known)} for each in messages]
         text = self._template.render(parted, add_generation_prompt=add_generation_prompt, variables=variables)
         for mark, written in self._written.items():
             count = sum(part == {"type": KINDS[mark]} for each in parted for part in each["content"])
-            # Where it stands more often, a user has written it too, and the tokens decide.
+            # If it occurs more often, a user has written it too, and the tokens decide.
             if count and text.count(written) == count:
                 text = text.replace(written, f"{mark}{written}{OWN_END}")
         return text
 
     def _written_for(self, kind: str) -> str:
-        """Return what the template writes for an image between two texts; nothing where it leaves images out."""
+        """Return what the template writes for an image between two texts; empty if it omits images."""
         before, behind = ({"type": "text", "text": text} for text in _AROUND)
         try:
             without, text = (
@@ -58,6 +58,6 @@ class PartContents:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (own, others) in pairs if own != others), min(len(one), len(other)))

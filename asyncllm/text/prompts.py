@@ -1,4 +1,4 @@
-"""Prompts of a batch: one or many, each with its generation config."""
+"""Prompts of a batch: one or several, each with its generation config."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Prompts = (
     | Sequence[Sequence[Message]]
     | Sequence[Sequence[int]]
 )
-"""One prompt (str, messages, or a text with images), or a list of them; in a list, a prompt may also be its token
-ids."""
+"""One prompt (str, messages, or a text with images), or a list of prompts; in a list, a prompt may also be given as
+token ids."""
 
 
 def check_one_prompt(messages: object, input_ids: object) -> None:
-    """Raise InvalidParameter for a prompt that is given twice, InvalidMessage for token ids in the place of a text."""
+    """Raise InvalidParameter for a prompt that is given twice, InvalidMessage for token ids instead of a text."""
     if messages is not None and input_ids is not None:
         raise InvalidParameter(
             "The prompt is given twice, as messages and as input_ids, and one of them would be ignored. Pass one.",
@@ -47,7 +47,7 @@ def check_one_prompt(messages: object, input_ids: object) -> None:
 
 
 def no_prompt(value: object) -> InvalidMessage:
-    """Return the error for what can be no prompt at all."""
+    """Return the error for a value that cannot be a prompt."""
     return InvalidMessage(
         f"A prompt is a str or a list of messages, not {type(value).__name__}. "
         f"A message looks like {{'role': 'user', 'content': 'Hi'}}."
@@ -55,7 +55,7 @@ def no_prompt(value: object) -> InvalidMessage:
 
 
 def is_single(prompts: Prompts) -> bool:
-    """Return whether this is one prompt and not a list of them. Raises InvalidMessage when it is neither."""
+    """Return whether this is a single prompt rather than a list. Raises InvalidMessage if it is neither."""
     if isinstance(prompts, str) or _has_images(prompts):
         return True
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -66,8 +66,8 @@ def is_single(prompts: Prompts) -> bool:
 
 
 def _has_images(prompts: Any) -> bool:
-    """Return whether this is (text, images). Of two texts the second is an image if it is a URL or a file's name, as a
-    tuple may be a batch."""
+    """Return whether this is (text, images). In a tuple of two texts, the second is an image if it is a URL or a file
+    name; otherwise the tuple is a batch."""
     if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
         return False
     return not isinstance(prompts[1], str) or names_image(prompts[1])
@@ -76,8 +76,8 @@ def _has_images(prompts: Any) -> bool:
 def pair_with_configs(
     prompts: Prompts, gen_config: GenerationConfig | Sequence[GenerationConfig] | None
 ) -> list[tuple[Any, Any]]:
-    """Return (prompt, its config) for each prompt. Raises InvalidMessage for what can be no prompt, and
-    InvalidParameter unless there is one config, or one for each."""
+    """Return (prompt, its config) for each prompt. Raises InvalidMessage for a value that cannot be a prompt, and
+    InvalidParameter unless there is one config, or one per prompt."""
     items: list[Any] = [prompts] if is_single(prompts) else list(prompts)
     for item in items:
         if not isinstance(item, Sequence) or isinstance(item, bytes):
@@ -99,14 +99,14 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def longest_first(configs: Sequence[GenerationConfig | None]) -> list[int]:
-    """Return the prompts' indices in the order of admission that ends earliest when all are awaited together.
+    """Return the prompts' indices in the order of admission that finishes earliest when all are awaited together.
 
-    Answers that may become long start first, so that none of them runs alone at the end: the rule of the longest
-    processing time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
+    Answers that may become long start first, so that none of them runs alone at the end: the longest-processing-time
+    rule (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
     """
 
     def most_tokens(index: int) -> float:
-        # A config of a wrong type raises when its answer starts.
+        # A config of the wrong type raises when its answer starts.
         most = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
         return most if isinstance(most, int) else math.inf
 

@@ -17,7 +17,7 @@ QWEN, HUNYUAN, KIMI, GLM = "qwen.tiktoken", "hy.tiktoken", "tiktoken.model", "to
 
 
 def find_rank_file(folder: Path) -> Path | None:
-    """Return the rank file of a checkpoint; None if there is none. A tokenizer.model may be one, or sentencepiece's."""
+    """Return the rank file of a checkpoint, or None. A tokenizer.model may be a rank file or sentencepiece's."""
     for name in (QWEN, HUNYUAN, KIMI, GLM):
         path = folder / name
         if path.is_file() and (name != GLM or _looks_ranked(path)):
@@ -26,7 +26,7 @@ def find_rank_file(folder: Path) -> Path | None:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return tokens and their ranks, which count up from 0. Raises InvalidCheckpoint."""
+    """Return tokens and their ranks, which count from 0. Raises InvalidCheckpoint."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():

@@ -1,5 +1,5 @@
-"""The tokenizers pipeline of a rank file. The file lacks the pattern of words and the special tokens, which its
-authors' code has; its name tells whose they are."""
+"""The `tokenizers` pipeline of a rank file. The file lacks the word pattern and the special tokens, which only its
+authors' code defines; its name tells whose it is."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def _words(digits: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """The parts of a model's tokenizer that its own code has."""
+    """The parts of a tokenizer that only its authors' code defines."""
 
     words: str
     """The pattern of a word; words are encoded one by one."""
     special: tuple[str, ...] = ()
-    """Tokens behind the ranks, for folders whose tokenizer_config.json does not name them."""
+    """Tokens after the ranks, for folders whose tokenizer_config.json does not name them."""
     reserved: int = 0
-    """Number of these tokens; the rest is named `<|reserved_token_ID|>`."""
+    """Total number of these tokens; the others are named `<|reserved_token_ID|>`."""
     prefix: tuple[str, ...] = ()
-    """Tokens in front of every text."""
+    """Tokens that begin every text."""
     composed: bool = False
-    """Whether texts are brought to Unicode's form NFC first."""
+    """Whether texts are first normalized to Unicode NFC."""
 
 
 _EXTRAS = tuple(f"<|extra_{index}|>" for index in range(205))
@@ -61,7 +61,7 @@ _KINDS: Mapping[str, _Kind] = {
 """Name of the file -> kind."""
 
 _TOKENS_OF_IMAGES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>")
-"""Tokens of Qwen-VL, behind the other special ones."""
+"""Tokens of Qwen-VL, after the other special ones."""
 
 
 def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
@@ -72,7 +72,7 @@ def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
 
 
 def _behind(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:
-    """Return the tokens behind the ranks, by id: from the checkpoint's files, or else from the model's code."""
+    """Return the tokens after the ranks, by id: from the checkpoint's files, or else from the authors' code."""
     names = kind.special
     if kind.special and settings.model.get("visual") is not None:
         names += _TOKENS_OF_IMAGES

@@ -1,4 +1,4 @@
-"""How a folder of sentence-transformers embeds: its modules.json, and the settings of its pooling."""
+"""How a sentence-transformers folder embeds: its modules.json, and the settings of its pooling."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _IMPLEMENTED = {"Transformer", "Pooling", "Normalize"}
 
 
 class EmbeddingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is meant to embed. Without these files: by the last token, at length 1."""
+    """How a model is meant to embed. Without these files: the last token, at length 1."""
 
     pooling: Pooling = "last"
     normalize: bool = True
     refused: str = ""
-    """Why the model's way to embed is not implemented, as a sentence; empty if it is."""
+    """Why the model's pooling is not implemented, as a sentence; empty if it is implemented."""
 
     @classmethod
     def read(cls, folder: Path) -> EmbeddingDefaults:
-        """Read the files of `folder`, all of which may be missing. Raises InvalidCheckpoint for a damaged one."""
+        """Read the files of `folder`, any of which may be missing. Raises InvalidCheckpoint for a damaged one."""
         modules = _modules(folder / MODULES_NAME)
         kinds = [kind for kind, _ in modules]
         settings = folder / next((path for kind, path in modules if kind == "Pooling"), POOLING_FOLDER) / "config.json"
@@ -63,7 +63,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     found = []
     for module in modules:
         kind, path = module.get("type"), module.get("path")
-        # A folder from the hub must not reach files outside.
+        # A folder from the hub must not reach files outside it.
         if not isinstance(kind, str) or not isinstance(path, str) or Path(path).name != path or "\0" in path:
             raise InvalidCheckpoint(f"{file}: {short(module)} has no type and folder. Download the file again.")
         found.append((kind.rpartition(".")[2], path))
@@ -71,7 +71,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """Return the pooling modes that are on; there should be one."""
+    """Return the enabled pooling modes; there should be exactly one."""
     named = settings.get(_MODE)
     if named is not None:
         return [str(mode) for mode in (named if isinstance(named, list) else [named])]

@@ -1,4 +1,4 @@
-"""The bytes of tokenizer.model: types of pieces, which the library neither reports nor changes.
+"""The bytes of tokenizer.model: types of pieces, which the library can neither report nor change.
 
 ModelProto is a Protocol Buffers message whose field 1 repeats SentencePiece, with the piece's type in field 3.
 """
@@ -13,13 +13,13 @@ NORMAL, UNUSED, USER_DEFINED = 1, 5, 4
 PIECES, TYPE = 0x0A, 0x18
 """Tags of the two fields."""
 WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-"""ModelProto.normalizer_spec.add_dummy_prefix = false. A repeated message field is merged into the earlier one by every
-parser, so appending these bytes to a model overrides that one setting."""
+"""ModelProto.normalizer_spec.add_dummy_prefix = false. Every parser merges a repeated message field into the earlier
+one, so appending these bytes to a model overrides this one setting."""
 
 
 def piece_types(model: bytes, ids: Collection[int]) -> dict[int, int]:
     """Return id -> type of these pieces, without those that the model lacks. Raises ValueError or IndexError for bytes
-    that are no model."""
+    that are not a model."""
     types = {}
     for id_, (_, start, end) in enumerate(_pieces(model)):
         if id_ in ids:
@@ -34,12 +34,13 @@ def piece_types(model: bytes, ids: Collection[int]) -> dict[int, int]:
 
 
 def with_unused_pieces(model: bytes, ids: Collection[int]) -> bytes:
-    """Return the model with these pieces marked as unused: it encodes no text to them. Raises as `piece_types` does."""
+    """Return the model with these pieces marked as unused, so that no text is encoded to them. Raises like
+    `piece_types`."""
     parts: list[bytes] = []
     last = 0
     for id_, (field, start, end) in enumerate(_pieces(model)):
         if id_ in ids:
-            # The last value of a field counts.
+            # The last value of a field applies.
             piece = model[start:end] + bytes([TYPE, UNUSED])
             parts += [model[last:field], bytes([PIECES]), _as_varint(len(piece)), piece]
             last = end
@@ -73,7 +74,7 @@ def _skip(model: bytes, tag: int, place: int) -> int:
 
 
 def _varint(model: bytes, place: int) -> tuple[int, int]:
-    """Return the number at `place`, and the place behind it."""
+    """Return the number at `place`, and the position after it."""
     value = shift = 0
     while True:
         byte = model[place]

@@ -26,15 +26,15 @@ from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_of_fallback
 __all__ = ["SentencePieceModel"]
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-"""Tokens that the code of ChatGLM2 and ChatGLM3 adds behind the model's. Only newer files name all of them."""
+"""Tokens that the code of ChatGLM2 and ChatGLM3 adds after the model's. Only newer files name all of them."""
 _CHATGLM_PREFIX = ("[gMASK]", "sop")
 
 
 class SentencePieceModel:
-    """One tokenizer.model and the added tokens around it."""
+    """One tokenizer.model with the added tokens around it."""
 
     def __init__(self, path: Path, settings: TokenSettings) -> None:
-        """Raises InvalidCheckpoint for a file that is unreadable, damaged, or contradicts its neighbours."""
+        """Raise InvalidCheckpoint for a file that is unreadable, damaged, or contradicts the files next to it."""
         try:
             model = path.read_bytes()
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -56,7 +56,7 @@ class SentencePieceModel:
             id_ for id_ in range(model_size) if self._model.is_control(id_) or self._model.is_unknown(id_)
         )
         self.size = max(model_size, 1 + max(self._added, default=-1))
-        # Special tokens are found in the text before, so the model must not produce any.
+        # Special tokens are found in the text beforehand, so the model must not produce any.
         named = [id_ for id_ in self.special_ids | self._renamed if id_ < model_size and not self._never_encoded(id_)]
         if named:
             model = with_unused_pieces(model, named)
@@ -86,7 +86,7 @@ class SentencePieceModel:
         if token in self._ids:
             return self._ids[token]
         id_ = self._place(token)
-        # A piece that is renamed goes by its new name alone.
+        # A renamed piece is known by its new name only.
         return None if id_ in self._added else id_
 
     def token(self, id_: int) -> str | None:
@@ -100,7 +100,8 @@ class SentencePieceModel:
         return [self._encode(text, tokens, ()) for text in texts]
 
     def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
-        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
+        """Return token ids without the prefix. Text that overlaps a (start, end) pair of `literal` is not a special
+        token."""
         return self._encode(text, self._all_tokens, literal)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -132,16 +133,16 @@ class SentencePieceModel:
         yield text[start:], None
 
     def _never_encoded(self, id_: int) -> bool:
-        """Return whether no text is encoded to a piece. A byte, which some checkpoints name as padding, still stands
-        for itself."""
+        """Return whether no text is encoded to a piece. A byte, even one that some checkpoints name as padding, still
+        stands for itself."""
         return any(kind(id_) for kind in (self._model.is_control, self._model.is_unknown, self._model.is_byte)) or bool(
             self._model.is_unused(id_)
         )
 
     def _number(self, settings: TokenSettings, model: bytes) -> dict[int, AddedToken]:
-        """Return added tokens by id. One without an id has its place in the model, or else follows the last id.
+        """Return added tokens by id. A token without an id has its place in the model, or else follows the last id.
 
-        A piece that the model reserves, as unused or user-defined, may have got another name.
+        A piece that the model reserves, as unused or user-defined, may have another name in the settings.
         """
         numbered = dict(settings.added)
         if _is_chatglm(settings):
@@ -170,9 +171,9 @@ class SentencePieceModel:
         return numbered
 
     def _place(self, piece: str) -> int | None:
-        """Return the id of a piece of the model; None if there is none."""
+        """Return the id of a piece of the model, or None."""
         id_: int = self._model.piece_to_id(piece)
-        # What is unknown has the id of the unknown piece, which a damaged file may lack.
+        # Unknown pieces get the id of the unknown piece, which a damaged file may lack.
         return id_ if id_ < self._model_size and self._pieces[id_] == piece else None
 
     def _table(self) -> TokenTable:
@@ -197,5 +198,6 @@ def _is_chatglm(settings: TokenSettings) -> bool:
 
 
 def _chatglm_tokens(first: int) -> dict[int, AddedToken]:
-    """Return the tokens by id. Those of letters alone are not found inside words, which may be others."""
+    """Return the tokens by id. Those made of letters only are not found inside words, which may contain them by
+    chance."""
     return {first + index: AddedToken(text, single_word=text.isalpha()) for index, text in enumerate(_CHATGLM)}

@@ -1,4 +1,4 @@
-"""tekken.json: Mistral's own file of tokens and ranks. Some of its models have no other."""
+"""tekken.json: Mistral's own file of tokens and ranks, the only tokenizer file of some of its models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tekken_pipeline(path: Path) -> HubTokenizer:
         return byte_pair_pipeline(path, ranks, words, named, first=first, prefix=("<s>",))
     except InvalidCheckpoint:
         raise
-    except Exception as error:  # `tokenizers` raises bare Exception for a pattern that it cannot read
+    except Exception as error:  # `tokenizers` raises bare Exception for a pattern that it cannot read.
         raise InvalidCheckpoint(
             f"{path} is not a file of Mistral's tokens: {error!r}. The file is truncated or damaged; download it again."
         ) from None

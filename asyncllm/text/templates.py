@@ -1,4 +1,4 @@
-"""The built-in chat templates, the architectures that they belong to, and the registry for users' own.
+"""The built-in chat templates, the architectures they belong to, and the registry for users' own templates.
 
 Renderings and system texts are those that the models' authors published and that LMDeploy 0.5 carries.
 """
@@ -400,16 +400,17 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("CogVLMForCausalLM", {}, "cogvlm"),
     ("FalconForCausalLM", {}, "falcon"),
 )
-"""(architecture, entries of config.json that must hold too, name); the first row that holds counts. Llama 2, Vicuna and
+"""(architecture, entries of config.json that must match too, name); the first matching row applies. Llama 2, Vicuna and
 plain Llama checkpoints have the same config.json, so there is no row for them: they get "base"."""
 
 
 AHEAD_OF_CHECKPOINTS = frozenset({"molmo"})
-"""Built-in templates that count before those of checkpoints, which leave to the authors' code how a prompt begins."""
+"""Built-in templates that take precedence over a checkpoint's, because the latter relies on the authors' code for the
+beginning of a prompt."""
 
 
 class Registry:
-    """Chat template classes by name: the built-in ones and those that users add."""
+    """Chat template classes by name: the built-in ones and those added by users."""
 
     def __init__(self) -> None:
         self._users: dict[str, type[Any]] = {}
@@ -417,11 +418,10 @@ class Registry:
     def register_module(
         self, name: str | Sequence[str] | None = None, force: bool = False, module: type[Any] | None = None
     ) -> Callable[[Template], Template]:
-        """Return a class decorator that makes a chat template known as `name` (or each of several; None: the class's
-        name).
+        """Return a class decorator that registers a chat template as `name` (or several names; None: the class's name).
 
         The class needs `get_prompt(prompt, sequence_start)` and `messages2prompt(messages, sequence_start)`; deriving
-        from BaseChatTemplate gives both. Raises InvalidParameter when the name is taken, unless `force`.
+        from BaseChatTemplate provides both. Raises InvalidParameter if the name is taken, unless `force`.
         """
 
         def register(template: Template) -> Template:
@@ -473,12 +473,12 @@ MODELS = Registry()
 
 
 def names() -> list[str]:
-    """Return the names of all chat templates that ChatTemplateConfig(model_name=...) takes."""
+    """Return the names of all chat templates that ChatTemplateConfig(model_name=...) accepts."""
     return MODELS.names()
 
 
 def builtin_name(config: dict[str, Any]) -> str:
-    """Return the name of the built-in template for a checkpoint's config.json; "base" if none is known."""
+    """Return the name of the built-in template for a checkpoint's config.json; "base" if none matches."""
     for name in classes_of(config):
         for architecture, entries, template in ARCHITECTURES:
             if name == architecture and all(_entry(config, key) == value for key, value in entries.items()):

@@ -13,7 +13,7 @@ __all__ = ["LeadingSpace", "TokenTable", "byte_level_piece", "byte_level_text", 
 
 
 class LeadingSpace(enum.Enum):
-    """Which white space in front of the first text a decoder removes."""
+    """Which white space before the first text a decoder removes."""
 
     KEEP = enum.auto()
     DROP_ONE = enum.auto()
@@ -47,7 +47,7 @@ class TokenTable:
     def texts(self, *, skip_special_tokens: bool) -> list[str | None]:
         """Return the text of each id if it does not depend on its neighbours; None for a part of a character.
 
-        White space in front of the first text is not treated here.
+        White space before the first text is not handled here.
         """
         return self._kept_texts if skip_special_tokens else self._all_texts
 

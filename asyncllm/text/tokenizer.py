@@ -1,4 +1,4 @@
-"""Tokenizer turns text into token ids and back, by the tokenizer files of a checkpoint."""
+"""Tokenizer turns text into token ids and back, using the tokenizer files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Tokenizer", "TokenizerModel"]
 
 
 class TokenizerModel(Protocol):
-    """A tokenizer file, whichever library reads it."""
+    """The contents of a tokenizer file, whichever library reads it."""
 
     size: int
     """One above the highest token id."""
@@ -24,23 +24,24 @@ class TokenizerModel(Protocol):
     spellings: tuple[str, ...]
     """All texts that are read as special tokens."""
     prefix: tuple[int, ...]
-    """Ids in front of every sequence: usually the one that begins it, or none."""
+    """Ids that begin every sequence: usually one or none."""
     suffix: tuple[int, ...]
-    """Ids behind a text that nothing follows: usually none, for embedding models the one that ends a sequence."""
+    """Ids that end a text which nothing follows: usually none; for embedding models the one that ends a sequence."""
     table: TokenTable | None
-    """The bytes of each token; None if a token's text depends on its neighbours, except by incomplete characters."""
+    """The bytes of each token; None if a token's text depends on its neighbours other than by incomplete characters."""
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its exact text; None if there is none."""
+        """Return the id of a token by its exact text, or None."""
 
     def token(self, id_: int) -> str | None:
-        """Return the token as the file spells it; None for a gap in the vocabulary."""
+        """Return the token as spelled in the file; None for a gap in the vocabulary."""
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
         """Return token ids per text, without the prefix."""
 
     def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
-        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
+        """Return token ids without the prefix. Text that overlaps a (start, end) pair of `literal` is not a special
+        token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids of the vocabulary, special tokens included."""
@@ -51,7 +52,7 @@ class Tokenizer:
 
     def __init__(self, model: TokenizerModel, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> None:
         self.model = model
-        """What reads the tokenizer's file."""
+        """Reads the tokenizer's file."""
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         """Ids that end an answer; may be empty."""
@@ -86,8 +87,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`. See `encode_batch`.
 
-        `literal_spans` are (start, end) in `text`, in rising order. No special token overlaps them, although
-        `parse_special` is set (`asyncllm.text.literals`). The text around them is encoded as beside any other text.
+        `literal_spans` are (start, end) pairs in `text`, in ascending order. No special token overlaps them even if
+        `parse_special` is set (`asyncllm.text.literals`). The text around them is encoded as usual.
         """
         if not literal_spans or not parse_special:
             return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
@@ -96,8 +97,8 @@ class Tokenizer:
         return self._with_prefix(ids) if add_bos else ids
 
     def with_suffix(self, ids: list[int]) -> list[int]:
-        """Return `ids` with the ids that the checkpoint's tokenizer puts behind a text, unless they end in these
-        already."""
+        """Return `ids` with the ids that the checkpoint's tokenizer appends to a text, unless they already end with
+        these."""
         suffix = list(self.model.suffix)
         return ids if not suffix or ids[-len(suffix) :] == suffix else ids + suffix
 
@@ -106,9 +107,9 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of each text. For tokenizer.json the GIL is released meanwhile, so call it in a thread.
 
-        `add_bos` adds the ids that the checkpoint's tokenizer puts in front, unless the text begins with them already.
+        `add_bos` adds the ids that the checkpoint's tokenizer prepends, unless the text already begins with them.
         `parse_special=False` reads the spellings of special tokens as plain text. Raises InvalidMessage for a text that
-        is no valid Unicode, or has a character for which there is no token.
+        is not valid Unicode, or has a character for which there is no token.
         """
         for text in texts:
             _check_text(text)
@@ -132,7 +133,7 @@ class Tokenizer:
         return self.model.decode(self.visible(ids, skip_special_tokens=skip_special_tokens))
 
     def visible(self, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Return those of `ids` that have a text."""
+        """Return the `ids` that have a text."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
         return [id_ for id_ in ids if id_ not in skipped and self.model.token(id_) is not None]
 
@@ -147,8 +148,7 @@ class Tokenizer:
         return self.model.decode(self.visible([id_], skip_special_tokens=False)).encode()
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the token with this spelling in the vocabulary, such as "<|im_end|>"; None if there is
-        none."""
+        """Return the id of the token with this spelling in the vocabulary, such as "<|im_end|>", or None."""
         return self.model.token_id(token) if _surrogate(token) is None else None
 
 
@@ -164,7 +164,7 @@ def _check_text(text: object) -> None:
 
 
 def _surrogate(text: str) -> int | None:
-    """Return the place of the first lone surrogate, which is no valid Unicode; None if there is none."""
+    """Return the position of the first lone surrogate, which is not valid Unicode, or None."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -173,7 +173,7 @@ def _surrogate(text: str) -> int | None:
 
 
 def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
-    # The libraries are imported here, so that a checkpoint pays only for the one it needs.
+    # The libraries are imported here, so that only the one that is needed is loaded.
     if (path / "tokenizer.json").exists():
         from asyncllm.text.tokenizer_json import TokenizerJson
 

@@ -1,4 +1,4 @@
-"""TokenizerJson runs a pipeline of the `tokenizers` library, from a tokenizer.json or made of another file."""
+"""TokenizerJson runs a pipeline of the `tokenizers` library, from a tokenizer.json or built from another file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenizerJson:
         try:
             return cls(HubTokenizer.from_file(str(path)), path, settings)
         except Exception as error:
-            # The library raises bare Exception for every kind of damage, of which it finds some only as it encodes.
+            # The library raises bare Exception for every kind of damage, some of which it only finds while encoding.
             if type(error) is not Exception:
                 raise
             raise InvalidCheckpoint(
@@ -42,7 +42,7 @@ class TokenizerJson:
             ) from None
 
     def __init__(self, tokenizer: HubTokenizer, path: Path, settings: TokenSettings) -> None:
-        """`tokenizer`: the pipeline of the file `path`. Raises InvalidCheckpoint if settings contradict it."""
+        """`tokenizer`: the pipeline of the file `path`. Raises InvalidCheckpoint if the settings contradict it."""
         self._tokenizer = tokenizer
         # A saved training-time limit would silently shorten or pad every prompt.
         self._tokenizer.no_truncation()
@@ -66,7 +66,7 @@ class TokenizerJson:
         return self._added_ids.get(token, self._tokenizer.token_to_id(token))
 
     def token(self, id_: int) -> str | None:
-        # The library gives the normalized form of an added token.
+        # The library returns the normalized form of an added token.
         return self._added[id_].content if id_ in self._added else self._tokenizer.id_to_token(id_)
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
@@ -82,7 +82,8 @@ class TokenizerJson:
             return [encoding.ids for encoding in encodings]
 
     def encode_literal(self, text: str, literal: Sequence[tuple[int, int]]) -> list[int]:
-        """Return token ids without the prefix; what overlaps a (start, end) pair of `literal` is no special token."""
+        """Return token ids without the prefix. Text that overlaps a (start, end) pair of `literal` is not a special
+        token."""
         with _named_errors():
             places = self._special(text, literal)
             if any(place.id in self._late for place in places):
@@ -97,7 +98,7 @@ class TokenizerJson:
         return text
 
     def _add_named(self, settings: TokenSettings) -> None:
-        """Add the special tokens that only the settings beside the file name, as `transformers` does."""
+        """Add the special tokens that only the settings next to the file name, as `transformers` does."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         self._tokenizer.add_special_tokens(
             [
@@ -118,7 +119,7 @@ class TokenizerJson:
         """Ids of special tokens that are found in the normalized text."""
         lost = [text for text, id_ in led.items() if id_ not in self._tokenizer.encode(f"x {text} x").ids]
         self._lost = any_of(lost) if lost else None
-        """Spellings that name special tokens behind a space only, and that the pipeline reads as plain text."""
+        """Spellings that name special tokens only after a space, and that the pipeline reads as plain text."""
         found = {
             id_: AddedToken(token.content, rstrip=token.rstrip, single_word=token.single_word)
             for id_, token in self._added.items()
@@ -127,8 +128,8 @@ class TokenizerJson:
         self._literal = LiteralPipeline(self._tokenizer, special, {**named, **led}, frozenset(led.values()))
 
     def _found(self, text: str, places: list[Place], literal: Sequence[tuple[int, int]]) -> list[Place]:
-        """Return those of `places` where the pipeline finds a token too. It looks for normalized tokens, which may
-        begin with the space that it prepends to a text."""
+        """Return the `places` where the pipeline finds a token too. It looks for normalized tokens, which may begin
+        with the space that it prepends to a text."""
         parts, last = [], 0
         for start, end in literal:
             # A text of the same length in which no token is found.
@@ -145,8 +146,8 @@ class TokenizerJson:
         return [place for place in places if place.id not in self._late or place.start in covered]
 
     def _frame(self, settings: TokenSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the post-processor puts in front of a text, and those behind it. tokenizer_config.json
-        decides on the ids that begin and end a sequence."""
+        """Return the ids that the post-processor puts before and after a text. tokenizer_config.json decides about the
+        ids that begin and end a sequence."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = range(len(whole) - len(bare) + 1)
@@ -173,7 +174,7 @@ class TokenizerJson:
 
     def _agrees(self, table: TokenTable) -> bool:
         """Return whether table and library decode the whole vocabulary alike."""
-        # A single byte of 0x80 and above is ill-formed alone, where the two differ on purpose.
+        # A single byte of 0x80 and above is ill-formed by itself, and the two differ there on purpose.
         ids = [
             id_
             for id_, piece in enumerate(table.pieces)
@@ -187,7 +188,7 @@ class TokenizerJson:
 
 
 def _with(token: int | None, ids: tuple[int, ...], wanted: bool | None) -> tuple[int, ...]:
-    """Return `ids`; if `wanted` is True and there are none, the token; if it is False, none of the token."""
+    """Return `ids`, or, according to `wanted`: True: the token if `ids` is empty; False: no token."""
     if wanted is True and not ids and token is not None:
         return (token,)
     return tuple(id_ for id_ in ids if id_ != token) if wanted is False else ids
@@ -202,7 +203,7 @@ def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
 
 
 def _rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingSpace] | None:
-    """Return how one token becomes bytes under these decoder steps; None if tokens cannot be decoded one by one."""
+    """Return how these decoder steps turn one token into bytes; None if tokens cannot be decoded one by one."""
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level_piece, LeadingSpace.KEEP
@@ -227,12 +228,12 @@ def _rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingS
 
 @contextmanager
 def _named_errors() -> Iterator[None]:
-    """Raise InvalidMessage for what the library says of a text, such as of a character that is no token's where none
-    stands for the unknown."""
+    """Raise InvalidMessage for the library's errors about a text, such as a character without a token where there is no
+    unknown token."""
     try:
         yield
     except Exception as error:
-        # The library's own are of no other class.
+        # The library's own errors have no other class.
         if type(error) is not Exception:
             raise
         raise InvalidMessage(f"The model's tokenizer cannot encode the text: {error}. Leave that out.") from None

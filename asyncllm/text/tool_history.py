@@ -1,8 +1,8 @@
-"""ToolHistory brings calls of tools in a conversation into the form that a checkpoint's template expects.
+"""ToolHistory converts tool calls in a conversation to the form that a checkpoint's template expects.
 
-Clients send a call's arguments as JSON text, and null as the content beside calls. Templates differ: some iterate
-over the arguments, some write them with `tojson`, some take them as text; some ask whether there is a content, some add
-it to other texts.
+Clients send a call's arguments as JSON text, and null as the content next to calls. Templates differ: some iterate over
+the arguments, some write them with `tojson`, some take them as text; some test whether there is a content, some
+concatenate it with other texts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEXT = json.dumps(OBJECT)
 
 
 class ToolHistory:
-    """The form of calls that one template expects, found out by trying. Immutable."""
+    """The form of calls that one template expects, determined by trying. Immutable."""
 
     def __init__(self, template: JinjaTemplate) -> None:
         self._template = template
@@ -35,9 +35,9 @@ class ToolHistory:
         self._takes_null = with_null is not None and with_null.count("None") <= with_empty.count("None")
 
     def fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with calls, contents and names of tools as the template takes them."""
+        """Return the messages with calls, contents and tool names as the template expects them."""
         names: dict[str, str] = {}
-        """Ids of calls -> names of tools."""
+        """Ids of calls -> tool names."""
         return [self._fitted(message, names) for message in messages]
 
     def _fitted(self, message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -63,8 +63,8 @@ class ToolHistory:
         return call
 
     def _parsed(self, arguments: str) -> Any:
-        """Return the object that `arguments` contain as JSON. Others, such as those of a call that was cut off, stay
-        text if the template takes that."""
+        """Return the JSON object in `arguments`. Other arguments, such as those of a truncated call, stay text if the
+        template accepts that."""
         try:
             value = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ class ToolHistory:
 
     def _written(self, arguments: object, content: str | None) -> str | None:
         """Return the template's text for one call; None if it fails."""
-        # Mistral's templates ask for ids of nine letters.
+        # Mistral's templates require ids of nine letters.
         call = {"id": "aaaaaaaaa", "type": "function", "function": {"name": "tool", "arguments": arguments}}
         turn: list[dict[str, Any]] = [
             {"role": "user", "content": "question"},

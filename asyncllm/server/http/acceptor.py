@@ -1,8 +1,8 @@
-"""Acceptor: takes connections from a listening socket, up to a number that includes unfinished TLS handshakes.
+"""Acceptor: accepts connections from a listening socket, up to a number that includes unfinished TLS handshakes.
 
-asyncio's own server has no bound, and when the process has no descriptor left, it tries again a thousand times in each
-iteration of the event loop, with a line in the log for every try. Here the bound follows from the descriptors that the
-process may open.
+asyncio's own server has no limit, and when the process runs out of descriptors, it retries a thousand times per
+iteration of the event loop and logs a line for every attempt. Here the limit follows from the number of descriptors
+that the process may open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncllm.server.http.protocol import HttpProtocol
 
 try:
     import resource
-except ImportError:  # Windows, where sockets are no descriptors
+except ImportError:  # Windows, where sockets are not descriptors.
     resource = None  # type: ignore[assignment]
 
 __all__ = ["Acceptor", "connections_for", "raise_limit"]
@@ -28,11 +28,11 @@ __all__ = ["Acceptor", "connections_for", "raise_limit"]
 logger = logging.getLogger("asyncllm.server")
 
 PER_TURN = 128
-"""Most connections accepted in one iteration of the event loop."""
+"""Maximum number of connections accepted in one iteration of the event loop."""
 PAUSE_S = 0.5
-"""Seconds without accepting after the system has refused; the kernel queues connections meanwhile."""
+"""Seconds without accepting after the system has refused; meanwhile the kernel queues connections."""
 COMPLAINT_S = 60.0
-"""Seconds between two lines in the log about that."""
+"""Minimum seconds between two log lines about that."""
 
 NOTHING_THERE = (BlockingIOError, InterruptedError, ConnectionAbortedError)
 
@@ -48,7 +48,7 @@ class Acceptor:
         tls: ssl.SSLContext | None,
         handshake_timeout: float,
     ) -> None:
-        """`make_protocol` makes the protocol of a connection from a function to call when the connection is lost."""
+        """`make_protocol` makes the protocol of a connection, given a function to call when the connection is lost."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._most = most
@@ -56,19 +56,19 @@ class Acceptor:
         self._handshake_timeout = handshake_timeout
         self._loop = asyncio.get_running_loop()
         self._open: set[HttpProtocol] = set()
-        """Of the connections, from their acceptance on."""
+        """Protocols of the connections, from their acceptance on."""
         self._connecting: set[asyncio.Task[None]] = set()
-        """A task for each connection that has no transport yet."""
+        """One task for each connection that has no transport yet."""
         self._resuming: asyncio.TimerHandle | None = None
         self._complained = -COMPLAINT_S
 
     def start(self) -> None:
-        """Begin to accept, or continue."""
+        """Begin or continue to accept."""
         self._resuming = None
         self._loop.add_reader(self._listener, self._accept)
 
     def stop(self) -> None:
-        """Accept no more, and close the listening socket. Idempotent."""
+        """Stop accepting, and close the listening socket. Idempotent."""
         if self._resuming is not None:
             self._resuming.cancel()
         if self._listener.fileno() >= 0:
@@ -103,8 +103,8 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
 
     def _pause(self, error: OSError) -> None:
-        """Pause, as the system has no descriptor or no memory for a connection. The listener is not watched meanwhile,
-        as it stays readable."""
+        """Pause, because the system has no descriptor or memory for a connection. Meanwhile the listener is not
+        watched, because it stays readable."""
         self._loop.remove_reader(self._listener)
         self._resuming = self._loop.call_later(PAUSE_S, self.start)
         if time.monotonic() - self._complained >= COMPLAINT_S:
@@ -132,11 +132,11 @@ class Acceptor:
 
 
 RESERVE = 128
-"""Descriptors left for other uses: files of a checkpoint, the device, a restart of the engine."""
+"""Descriptors reserved for other uses: files of a checkpoint, the device, a restart of the engine."""
 
 
 def connections_for(wanted: int) -> int:
-    """Return how many of the wanted connections the process's limit allows; at least one."""
+    """Return how many of the `wanted` connections the process's limit allows; at least one."""
     if resource is None:
         return wanted
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -146,7 +146,7 @@ def connections_for(wanted: int) -> int:
 
 
 def raise_limit(wanted: int) -> None:
-    """Raise the process's own limit, as far as the system lets it, to hold so many connections."""
+    """Raise the process's own limit, as far as the system allows, to `wanted` connections."""
     if resource is None or connections_for(wanted) == wanted:
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Who may call: keys, the Host header, and web pages of other origins."""
+"""Access control: keys, the Host header, and web pages of other origins."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from asyncllm.server.http.errors import ApiError
 __all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_keys"]
 
 KEY = web.RequestKey("KEY", int)
-"""Index of the server's key that the request has; -1 if it needs none. Set by the entrance."""
+"""Index of the server's key that the request carries; -1 if it needs none. Set by the entry point."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
-"""Hosts by which clients call a server on their own machine. No name server can point an address elsewhere."""
+"""Hosts by which clients call a server on their own machine. No name server can redirect these."""
 KEYS_VARIABLE = "ASYNCLLM_API_KEYS"
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 """A valid Host header."""
 PRIVATE_ENDINGS = (".local", ".internal", ".lan", ".home.arpa")
-"""Endings of names that no public name server resolves, so that no page on the web can have one."""
+"""Endings of names that no public name server resolves, so that no web page can have them."""
 ORIGIN = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,260}")
-"""An Origin that an error may quote."""
+"""An Origin that may be quoted in an error."""
 ANY = "*"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_,\s-]{0,2000}")
 
 
 class Auth(enum.Enum):
-    """The rights that a route requires."""
+    """The rights required by a route."""
 
     PUBLIC = "public"
-    """None: the server's health is no secret."""
+    """None: the server's health is not secret."""
     KEY = "key"
     """One of the server's keys, if it has any."""
     ADMIN = "admin"
-    """One of the keys for administration. Without any such key, the route is not served."""
+    """One of the administrator keys. Without any such key, the route is not served."""
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether only this machine can reach the address or host name."""
+    """Return whether the address or host name can only be reached from this machine."""
     if name == "localhost":
         return True
     try:
@@ -57,7 +57,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Return whether it is an IP address, which no name server can redirect."""
+    """Return whether the name is an IP address, which no name server can redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -66,7 +66,7 @@ def is_address(name: str) -> bool:
 
 
 def is_private_name(name: str) -> bool:
-    """Return whether it is a name of a local network: one without a dot, or with a private ending."""
+    """Return whether the name belongs to a local network: without a dot, or with a private ending."""
     return "." not in name or name.endswith(PRIVATE_ENDINGS)
 
 
@@ -81,7 +81,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
 
 
 def read_admin_keys(config: ServerConfig) -> list[str]:
-    """Return the keys for administration. Raises InvalidParameter for a file without keys."""
+    """Return the administrator keys. Raises InvalidParameter for a file without keys."""
     return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
 
 
@@ -100,7 +100,7 @@ def _keys_in(path: str, field: str) -> list[str]:
 
 
 def _digest(key: str) -> bytes:
-    """Return the digest of a key's bytes in the header or the environment, which need not be UTF-8."""
+    """Return the digest of a key's bytes as in the header or the environment, which need not be UTF-8."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -111,10 +111,10 @@ def _name_in(host: str) -> str | None:
 
 
 class Access:
-    """The decisions, made once per request. Immutable."""
+    """The access rules, applied once per request. Immutable."""
 
     def __init__(self, config: ServerConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
-        """Raises InvalidParameter if other machines, or any page on the web, could call without a key."""
+        """Raise InvalidParameter if other machines, or any web page, could call without a key."""
         self._digests = [_digest(key) for key in keys]
         self._admin_digests = [_digest(key) for key in admin_keys]
         loopback = is_loopback(config.server_name)
@@ -128,9 +128,9 @@ class Access:
         self._hosts = LOOPBACK_NAMES | {
             _name_in(host) or host.lower() for host in (config.server_name, *(config.allowed_hosts or ()))
         }
-        """This server's names in a Host header."""
+        """Names of this server in a Host header."""
         self._any_host = bool(self._digests) or ANY in self._hosts
-        """A page that was led here by a name of its own does not know the key."""
+        """With a key any name is fine: a page that reaches this server under its own name does not know the key."""
         self._is_open = not loopback
         self._origins = frozenset(config.allow_origins or ())
         self._any_origin = ANY in self._origins
@@ -150,14 +150,14 @@ class Access:
 
     @property
     def has_admin(self) -> bool:
-        """Whether there are keys for administration."""
+        """Whether there are administrator keys."""
         return bool(self._admin_digests)
 
     def check_place(self, request: web.Request) -> None:
         """Raise ApiError 403 for a Host or an Origin that is not allowed.
 
-        A name that an attacker's page resolves to 127.0.0.1 comes with its own Host header (DNS rebinding); a page
-        elsewhere comes with its Origin.
+        A name of an attacker's page that resolves to 127.0.0.1 shows in the Host header (DNS rebinding); a page of
+        another origin shows in the Origin header.
         """
         host = request.headers.get("Host", "")
         if not self._any_host and not self._is_own(host):
@@ -193,7 +193,7 @@ class Access:
         return self._find(request, self._digests) if self._digests else -1
 
     def check_admin(self, request: web.Request) -> None:
-        """Raise ApiError 401 unless the request has a key for administration."""
+        """Raise ApiError 401 unless the request carries an administrator key."""
         self._find(request, self._admin_digests)
 
     @staticmethod
@@ -202,7 +202,7 @@ class Access:
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = _digest(key)
         found = -1
-        # All keys are compared, so that the time does not tell which one matches.
+        # Compare all keys, so that timing does not reveal which one matches.
         for index, known in enumerate(digests):
             if hmac.compare_digest(known, digest):
                 found = index
@@ -216,7 +216,7 @@ class Access:
         return found
 
     def grant(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Add the headers by which a browser lets an allowed page read the response."""
+        """Add the headers with which a browser lets an allowed page read the response."""
         origin = request.headers.get("Origin")
         if self._any_origin:
             response.headers["Access-Control-Allow-Origin"] = ANY
@@ -227,11 +227,11 @@ class Access:
                 response.headers["Access-Control-Allow-Credentials"] = "true"
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a browser that asks whether a page may call; None for any other request."""
+        """Return the answer to a browser's preflight request; None for any other request."""
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
         if not asks or not self._is_listed(request.headers.get("Origin")):
             return None
-        # Browsers do not take '*' for the key's header, so what is asked for is granted by name.
+        # Browsers do not accept '*' for the key's header, so the requested headers are granted by name.
         wanted = {name: request.headers.get(f"Access-Control-Request-{name}", "") for name in ("Method", "Headers")}
         granted = {
             name: asked if ANY in allowed and HEADER_NAMES.fullmatch(asked) else allowed

@@ -1,4 +1,4 @@
-"""The body of a request, which is not read or unpacked before its route asks for it."""
+"""The body of a request, which is neither read nor decompressed before its route asks for it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncllm.server.http.errors import ApiError
 __all__ = ["read_body"]
 
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
-"""Of the encodings that are unpacked, by their names in Content-Encoding."""
+"""Window bits of the supported encodings, by their names in Content-Encoding."""
 RAW_DEFLATE = -zlib.MAX_WBITS
-"""Deflate without the header of the standard, as some clients send it."""
+"""Deflate without the standard header, as some clients send it."""
 
 INLINE_BYTES = 2**14
-"""Bytes from which a packed body is unpacked in a thread: 4 MiB may take a second."""
+"""Size from which a compressed body is decompressed in a thread: 4 MiB may take a second."""
 
 CLOSING = {"Connection": "close"}
 
 
 async def read_body(request: web.Request, patience: float, max_bytes: int, *, undeclared: bool = False) -> bytes:
-    """Return the whole body, unpacked, of which all must arrive within `patience` seconds. `undeclared`: programs need
-    not say that it is JSON.
+    """Return the whole body, decompressed; all of it must arrive within `patience` seconds. `undeclared`: programs need
+    not declare that it is JSON.
 
     Raises ApiError 400, 408, 413, 415, 417."""
-    # A browser sends other types across origins without asking, and says that it is one.
+    # A browser sends other types across origins without asking, and declares itself as a browser.
     browser = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
     if request.content_type != "application/json" and (browser or not undeclared):
         # 400 as in LMDeploy and vLLM, whose clients' tests look for it.

@@ -83,11 +83,11 @@ NAMES = {
 }
 """The engine's name of a parameter -> the API's, where they differ."""
 PROMPT_NAMES = {"input_ids", "prompts", "prompt", "messages"}
-"""The engine's names of the prompt."""
+"""The engine's names for the prompt."""
 
 
 class ApiError(Exception):
-    """An answer of status 4xx or 5xx with OpenAI's error body."""
+    """An answer with status 4xx or 5xx and OpenAI's error body."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`details`: what Anthropic's client reads of an error."""
+        """`details`: what Anthropic's client reads from an error."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -133,30 +133,30 @@ def fields_of(error: ApiError, error_format: ErrorFormat) -> dict[str, Any]:
 
 
 def event_of(error: ApiError, error_format: ErrorFormat) -> bytes:
-    """Return the error as an object of a stream, in which LMDeploy has it below the key `error` too."""
+    """Return the error as an object in a stream, where LMDeploy's is under the key `error` too."""
     fields = fields_of(error, error_format)
     return msgspec.json.encode(fields if "error" in fields else {"error": fields})
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Return the header Retry-After, at most 120 seconds, beyond which OpenAI's client gives up."""
+    """Return a Retry-After header of at most 120 seconds; beyond that OpenAI's client gives up."""
     return {"Retry-After": str(min(120, max(1, math.ceil(seconds))))}
 
 
 FORM = "response_format"
-"""The engine's name of what an answer is held to."""
+"""The engine's name for the constraint on an answer."""
 
 
 def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -> ApiError:
-    """Return the answer to an error that a handler raised. `prompt` and `form`: what the client calls the prompt, and
-    what the answer is held to."""
+    """Return the answer to an error raised by a handler. `prompt` and `form`: the client's names for the prompt and for
+    the constraint on the answer."""
     match error:
         case ApiError():
             return error
         case web.HTTPException():
             return ApiError(error.status, error.reason)
         case ContextLengthExceeded():
-            # litellm and others recognise it by the first words of OpenAI's sentence, not by the code.
+            # litellm and others recognize it by the first words of OpenAI's sentence, not by the code.
             message = f"This model's maximum context length is exceeded. {error}"
             return ApiError(400, message, code="context_length_exceeded", param=prompt)
         case UnsupportedFeature():
@@ -170,14 +170,14 @@ def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -
         case InvalidRequest():
             return ApiError(400, str(error), code="invalid_value")
         case SessionBusy():
-            # OpenAI's client repeats a 409 by itself, when the session would still be busy.
+            # OpenAI's client retries a 409 by itself, while the session would still be busy.
             return ApiError(409, str(error), code="session_busy", headers={"x-should-retry": "false"})
         case SessionNotFound():
             return ApiError(404, str(error), code="session_not_found", param="session_id")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", headers=retry_after(error.retry_after))
         case DeadlineExceeded():
-            # A client that repeats it by itself would wait as long again, for an answer that is no longer wanted.
+            # A client that retries by itself would wait as long again, for an answer that is no longer wanted.
             return ApiError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
         case RequestFailed():
             logger.error("a request failed: %s", error)
@@ -201,7 +201,7 @@ def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -
 
 
 def _in_names(message: str) -> str:
-    """Return the message with the API's names of parameters."""
+    """Return the message with the API's parameter names."""
     return re.sub(r"\b(" + "|".join(NAMES) + r")\b", lambda found: NAMES[found[0]], message)
 
 
@@ -232,7 +232,7 @@ ELSEWHERE = {
 
 
 def no_route(path: str, error: web.HTTPException) -> ApiError:
-    """Return the answer where no route takes the path, or none its method."""
+    """Return the error for a path without a route, or a method that the route lacks."""
     version, _, name = path.strip("/").partition("/")
     names = [name, name.partition("/")[0]] if error.status == 404 else [name]
     instead = next((ELSEWHERE[each] for each in names if version == "v1" and each in ELSEWHERE), None)

@@ -1,4 +1,4 @@
-"""HttpProtocol: a connection that notices when its client has left, and bounds the bytes that it keeps."""
+"""HttpProtocol: a connection that notices when its client has left, and bounds the bytes that it buffers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from aiohttp.http import HttpProcessingError
 __all__ = ["HttpProtocol", "http_logger", "is_last", "working"]
 
 MAX_HEAD_BYTES = 2**16
-"""Most bytes of a request's line and headers that come in pieces."""
+"""Maximum size of a request's line and headers that arrive in pieces."""
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class HttpProtocol(web.RequestHandler):
     """One connection.
 
-    aiohttp stops reading when a further request waits, and then does not notice that the client has left. So while a
-    request is in work, a further one is dropped, the answer is the connection's last, and reading goes on.
+    aiohttp stops reading when another request waits, and then does not notice that the client has left. Therefore,
+    while a request is being worked on, another one is dropped, the current answer is the connection's last, and reading
+    continues.
     """
 
     __slots__ = ("_head_bytes", "_on_lost", "_working")
@@ -30,18 +31,18 @@ class HttpProtocol(web.RequestHandler):
         super().__init__(manager, **options)
         self._on_lost = on_lost
         self._working = False
-        """Whether a request is in work."""
+        """Whether a request is being worked on."""
         self._head_bytes = 0
-        """Bytes that have come since the last complete request."""
+        """Bytes received since the last complete request."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the connection ends with the present answer."""
+        """Whether the connection ends with the current answer."""
         return self._close or self._force_close
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the present request as in work during the block."""
+        """Count the current request as work during the block."""
         self._working = True
         self._let_nothing_wait()
         try:
@@ -55,7 +56,7 @@ class HttpProtocol(web.RequestHandler):
             self._let_nothing_wait()
         elif self._messages or (self._request_count and self._waiter is None):
             self._head_bytes = 0
-        else:  # no request is there, neither read nor being answered
+        else:  # No request is being read or answered.
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and self.transport is not None:
                 self.transport.write(HEAD_TOO_LARGE)
@@ -66,7 +67,7 @@ class HttpProtocol(web.RequestHandler):
             return
         self.close()
         if self.transport is not None:
-            # Further bytes are read and dropped until the end of the connection.
+            # Further bytes are read and dropped until the connection ends.
             self.transport.resume_reading()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -75,13 +76,13 @@ class HttpProtocol(web.RequestHandler):
 
 
 def working(request: web.Request) -> AbstractContextManager[None]:
-    """Count the request as in work during the block; without effect if another server runs the application."""
+    """Count the request as work during the block; no effect if another server runs the application."""
     protocol = request.protocol
     return protocol.working() if isinstance(protocol, HttpProtocol) else nullcontext()
 
 
 def is_last(request: web.Request) -> bool:
-    """Return whether the connection ends with the answer to the request."""
+    """Return whether the connection ends with the answer to this request."""
     return isinstance(request.protocol, HttpProtocol) and request.protocol.is_last
 
 

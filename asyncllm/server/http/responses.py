@@ -1,4 +1,4 @@
-"""JSON responses, and writing them to clients that may read slowly, not at all, or have left."""
+"""JSON responses, and writing them to clients that read slowly, not at all, or have left."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 encode = msgspec.json.Encoder().encode
 
 CLIENT_LEFT = 499
-"""The status, nginx's, that is logged and counted for a request whose client left before its end."""
+"""nginx's status, logged and counted for a request whose client left before its end."""
 OUTCOME = web.RequestKey("OUTCOME", int)
-"""The status by which a request ended, if it is not its response's: CLIENT_LEFT, or that of an error in a stream that
-had begun with 200. Written by the first function that notices it, read by the entrance."""
+"""The status by which a request ended, if not its response's: CLIENT_LEFT, or that of an error in a stream that had
+begun with 200. Written by the first function that notices it, read by the entry point."""
 
 SMALL = 2**14
-"""Bytes that an empty write buffer takes before the transport asks to wait (64 KiB in asyncio and uvloop)."""
+"""Bytes that an empty write buffer accepts before the transport asks to wait (64 KiB in asyncio and uvloop)."""
 
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
-    """Return an answer that is sent in one piece."""
+    """Return an answer that is sent whole."""
     return web.Response(status=status, body=encode(answer), content_type="application/json")
 
 
 async def built_response(engine: AsyncEngine, build: Callable[[], msgspec.Struct], size: int) -> web.Response:
-    """Return the answer of `build`, sent in one piece. With many tokens (`size`) it is built and encoded in a
-    thread."""
+    """Return the answer of `build`, sent whole. With many tokens (`size`) it is built and encoded in a thread."""
     body = await engine.offload(lambda: encode(build()), size)
     return web.Response(body=body, content_type="application/json")
 
 
 def encoded_alone(part: Part) -> Part:
-    """Return a part of an answer as raw JSON. Large answers are encoded part by part, as encoding holds the
-    interpreter."""
+    """Return a part of an answer as raw JSON. Large answers are encoded part by part, because encoding holds the
+    interpreter lock."""
     raw: Any = msgspec.Raw(encode(part))
     found: Part = raw
     return found
@@ -73,7 +72,7 @@ class Connection:
         await self._pass(self._response.write, len(data), data)
 
     async def end(self) -> None:
-        """Send the rest and the end of the body, as `write` does."""
+        """Send the rest and the end of the body, like `write`."""
         body = self._response.body if isinstance(self._response, web.Response) else None
         await self._pass(self._response.write_eof, len(body) if isinstance(body, bytes) else 0)
 
@@ -92,7 +91,7 @@ class Connection:
 
 
 class _Watch:
-    """Drops a connection whose client reads nothing for `patience` seconds; its handler is cancelled with it."""
+    """Drops a connection whose client reads nothing for `patience` seconds, and thereby cancels its handler."""
 
     def __init__(self, transport: asyncio.WriteTransport, patience: float) -> None:
         self._transport = transport
@@ -124,7 +123,7 @@ async def begin(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def send(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
-    """Write a whole response, or the end of a stream. If the client has left, set `OUTCOME` and raise nothing. If the
+    """Write a whole response, or the end of a stream. If the client has left, set `OUTCOME` instead of raising. If the
     rest of a refused body is still to come, close the connection."""
     try:
         if not response.prepared:

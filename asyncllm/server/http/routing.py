@@ -1,4 +1,4 @@
-"""Route: an entry of the table of routes; paths with superfluous slashes find their route."""
+"""Route: an entry in the table of routes. Paths with superfluous slashes find their route."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One route. Its handler's docstring is its description."""
+    """One route. The docstring of its handler is its description."""
 
     method: str
     path: str
@@ -34,35 +34,35 @@ class Route:
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name of a query parameter -> its JSON schema."""
     also: tuple[int, ...] = ()
-    """Statuses besides 200 that have the answer's Struct and not an error."""
+    """Statuses other than 200 that carry the answer's Struct rather than an error."""
     work: bool = True
-    """Whether a request counts as work. Others are answered at once, even if the server is full or drains."""
+    """Whether a request counts as work. Others are answered at once, even if the server is full or draining."""
     switch: str | None = None
-    """The field of ServerConfig that leaves the route out when it is set."""
+    """The field of ServerConfig that disables the route when it is set."""
     only_with: str | None = None
-    """The field of ServerConfig without which the route is left out."""
+    """The field of ServerConfig without which the route is disabled."""
     streams: bool = False
     """Whether `stream: true` turns the answer into events of `stream_type`."""
     stream_type: str = "text/event-stream"
     errors: ErrorFormat | None = None
-    """The form of its errors, if it is not the server's."""
+    """The format of its errors, if not the server's."""
 
 
 def without_slashes(path: str) -> str:
-    """Return the path without empty segments, behind one slash: a base URL that ends with one makes `//v1/models`."""
+    """Return the path without empty segments: a base URL that ends with a slash produces `//v1/models`."""
     return "/" + re.sub("/{2,}", "/", path).strip("/")
 
 
 class Slashes(web.PlainResource):
-    """Handles paths that no other resource takes, by finding the resource of the path without superfluous slashes."""
+    """Handles paths that no other resource matches, by matching the path without superfluous slashes."""
 
     def __init__(self, router: web.UrlDispatcher) -> None:
-        # The router looks at the resources of "/" last, whatever the path.
+        # The router tries the resources of "/" last, whatever the path.
         super().__init__("/")
         self._router = router
 
     async def resolve(self, request: web.Request) -> tuple[web.UrlMappingMatchInfo | None, set[str]]:
-        """Return the match, and the methods that the path has."""
+        """Return the match, and the methods that the path supports."""
         path = without_slashes(request.rel_url.raw_path)
         if path == request.rel_url.raw_path:
             return None, set()

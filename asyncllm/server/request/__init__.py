@@ -1,1 +1,1 @@
-"""Turns the body of a request into arguments of the engine, for the routes of every API."""
+"""Converts request bodies to arguments of the engine, for the routes of every API."""

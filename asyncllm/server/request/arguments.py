@@ -1,7 +1,6 @@
-"""Turns a request's fields into arguments of `AsyncEngine.generate`: the GenerationConfig and the keywords.
+"""Converts a request's fields to arguments of `AsyncEngine.generate`: the GenerationConfig and the keywords.
 
-Clients with different keys share only the engine: neither cached prefixes, which could be found out by timing, nor
-session ids.
+Clients with different keys share only the engine, neither cached prefixes, which timing could reveal, nor session ids.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 OPENAI_DEFAULTS = GenerationConfig(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=None)
-"""Sampling parameters that neither request nor checkpoint sets."""
+"""Sampling parameters for fields that neither the request nor the checkpoint sets."""
 
 INTERACTIVE_DEFAULTS = GenerationConfig(temperature=0.8, top_p=0.8, top_k=40, max_new_tokens=None)
 """LMDeploy's defaults for /v1/chat/interactive."""
@@ -53,7 +52,7 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for plain completions."""
 
 CHECKPOINT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Entries of generation_config.json that are defaults of requests."""
+"""Entries of generation_config.json that become defaults of requests."""
 
 SAME_NAME = (
     "temperature",
@@ -75,7 +74,7 @@ SAME_NAME = (
 """Fields of a request with the same name in GenerationConfig."""
 
 IDS_PER_KEY = 2**32
-"""Above every session id that a body can hold."""
+"""Greater than every session id that a body can contain."""
 
 
 def defaults_of(generation: dict[str, Any]) -> GenerationConfig:
@@ -105,7 +104,7 @@ def chat_config(body: ChatRequest, config: ServerConfig, defaults: GenerationCon
 
 
 def completion_config(body: CompletionRequest, config: ServerConfig, defaults: GenerationConfig) -> GenerationConfig:
-    """Do as `chat_config`. An echo without new tokens still computes one, which the answer leaves out."""
+    """Like `chat_config`. An echo without new tokens still computes one, which the answer omits."""
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if asked == 0 and body.echo:
         asked = 1
@@ -143,13 +142,13 @@ def _config(
 
 
 def sampled_config(body: SamplingFields, defaults: GenerationConfig, **fields: Any) -> GenerationConfig:
-    """Return the config of a body with other names of `fields`. Raises ApiError and InvalidParameter, as
+    """Return the config of a body whose `fields` have other names. Raises ApiError and InvalidParameter, like
     `chat_config`."""
     return msgspec.structs.replace(defaults, random_seed=body.seed, **fields, **_same(body)).checked()
 
 
 def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> GenerationConfig:
-    """Return the config of /generate. Raises ApiError and InvalidParameter, as `chat_config`."""
+    """Return the config of /generate. Raises ApiError and InvalidParameter, like `chat_config`."""
     return msgspec.structs.replace(
         defaults,
         max_new_tokens=GENERATE_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -161,7 +160,7 @@ def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> Genera
 
 
 def interactive_config(body: InteractiveRequest) -> GenerationConfig:
-    """Do as `generate_config`; the route has its own defaults."""
+    """Like `generate_config`, with the route's own defaults."""
     if body.request_output_len == 0:
         raise ApiError(
             400,
@@ -179,7 +178,7 @@ def interactive_config(body: InteractiveRequest) -> GenerationConfig:
 
 
 def _same(body: PolicyFields) -> dict[str, Any]:
-    """Return the common fields of bodies as fields of GenerationConfig, without those that are left out."""
+    """Return the common fields of bodies as fields of GenerationConfig, without those that are omitted."""
     fields = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
     top_k, stop = getattr(body, "top_k", None), getattr(body, "stop", None)
     if top_k is not None:
@@ -194,11 +193,11 @@ def _same(body: PolicyFields) -> dict[str, Any]:
 
 
 EFFORT = "reasoning_effort"
-"""The variable of templates with degrees of thinking, such as gpt-oss's."""
+"""The variable of templates with levels of reasoning effort, such as gpt-oss's."""
 
 
 class WithTools(Protocol):
-    """A body with the fields about tools and reasoning."""
+    """A body with the fields for tools and reasoning."""
 
     separate_reasoning: bool | None
     tools: list[dict[str, Any]] | None
@@ -233,7 +232,7 @@ def request_options(request: web.Request, body: PolicyFields) -> RequestKeywords
 
 
 class WithImages(Protocol):
-    """A body with the field about images."""
+    """A body with the field for images."""
 
     mm_processor_kwargs: ImageOptions | None
 
@@ -244,8 +243,8 @@ def image_options(body: WithImages) -> RequestKeywords:
 
 
 def template_options(body: Templated, template: ChatTemplate, effort: str | None = None) -> RequestKeywords:
-    """Return the options of the chat template as keywords of the engine. `effort`: how much the model thinks. Raises
-    ApiError for two fields that contradict each other."""
+    """Return the chat template's options as keywords of the engine. `effort`: reasoning effort. Raises ApiError for two
+    contradictory fields."""
     options: RequestKeywords = {}
     variables = dict(body.chat_template_kwargs or {})
     asked = body.enable_thinking
@@ -267,7 +266,7 @@ def template_options(body: Templated, template: ChatTemplate, effort: str | None
 def thinking_options(
     template: ChatTemplate, effort: str | None, variables: Variables | None, param: str
 ) -> RequestKeywords:
-    """Return the template's `variables` with the `effort` of thinking, which the field `param` sets. Raises ApiError if
+    """Return the template's `variables` with the reasoning `effort`, which the field `param` sets. Raises ApiError if
     the template has no such variable."""
     variables = dict(variables or {})
     if effort is not None:
@@ -276,7 +275,7 @@ def thinking_options(
 
 
 def tool_options(body: WithTools) -> RequestKeywords:
-    """Return tools and the splitting of reasoning as keywords of the engine."""
+    """Return tools and the separation of reasoning as keywords of the engine."""
     options: RequestKeywords = {}
     if body.separate_reasoning is False:
         options["separate_reasoning"] = False
@@ -308,7 +307,7 @@ def _set_effort(variables: Variables, effort: str, template: ChatTemplate, param
 
 
 def budget_options(body: ChatRequest) -> RequestKeywords:
-    """Return how much the model may think. Raises ApiError for two budgets."""
+    """Return the maximum number of reasoning tokens. Raises ApiError for two budgets."""
     budget, other = body.thinking_budget, body.thinking_token_budget
     if budget is not None and other is not None and budget != other:
         raise ApiError(
@@ -322,12 +321,12 @@ def budget_options(body: ChatRequest) -> RequestKeywords:
 
 
 def engine_session_id(request: web.Request, session_id: int) -> int:
-    """Return the engine's id of a client's `session_id`; ids of different keys never meet."""
-    # The engine numbers the sessions of its own program from 1, and a request without key has the number -1.
+    """Return the engine's id for a client's `session_id`; ids of different keys never collide."""
+    # The engine numbers sessions of its own program from 1, and a request without a key has index -1.
     return (request[KEY] + 2) * IDS_PER_KEY + session_id
 
 
 def label_of(request: web.Request, session_id: int | None) -> int | None:
-    """Return the engine's label for an answer that /v1/chat/interactive may stop by `session_id`; -1 is LMDeploy's
+    """Return the engine's label for an answer that /v1/chat/interactive may stop by `session_id`; LMDeploy's -1 means
     None."""
     return None if session_id is None or session_id == -1 else engine_session_id(request, session_id)

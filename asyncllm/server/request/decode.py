@@ -1,11 +1,11 @@
-"""Decodes the body of a request into a checked Struct; every error becomes a 4xx that names the field.
+"""Decodes the body of a request into a validated Struct; every error becomes a 4xx that names the field.
 
-A body is first split into its fields without decoding them: null means that a field is left out, and names that the
-Struct lacks are neutral or unknown. Then fields are decoded, and may have other types as on other servers: 20.0 or "20"
-for 20, "true" for true.
+A body is first split into its fields without decoding them: null means that a field is omitted, and names that the
+Struct lacks are neutral or unknown. Then the fields are decoded; as on other servers, they may have other types: 20.0
+or "20" for 20, "true" for true.
 
-Decoding holds the interpreter meanwhile: 20 ms for 4 MiB of text or token ids, but up to a second for as many bytes of
-empty lists. So a body's parts are counted before it is decoded.
+Decoding holds the interpreter lock: 20 ms for 4 MiB of text or token ids, but up to a second for as many bytes of empty
+lists. A body's parts are therefore counted before it is decoded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Kind = TypeVar("Kind", bound=Body)
 IGNORED = web.RequestKey("IGNORED", list[str])
 """Unknown names in the body that were ignored, with `unknown_fields="ignore"`."""
 PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
-"""The field of the body that holds the prompt, for errors about it."""
+"""The body's field that holds the prompt, for errors about it."""
 FORM_FIELD = web.RequestKey("FORM_FIELD", str)
-"""The field that says what the answer is held to, for errors about it."""
+"""The field with the constraint on the answer, for errors about it."""
 FORM_FIELDS = {
     **{name: name for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")},
     **{name: name for name in ("json_schema", "regex", "ebnf", "grammar", "format")},
@@ -45,17 +45,17 @@ FORM_FIELDS = {
 PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
 
 MOST_NAMED = 32
-"""Most names in the header that lists ignored ones."""
+"""Maximum number of names in the header that lists ignored ones."""
 
 UNCOUNTED_BYTES = 2**17
 MAX_PARTS = 2**17
-"""Most objects, lists, members of objects, and strings. 4,096 messages with a call of a tool each have 100,000."""
+"""Maximum number of objects, lists, members and strings. 4,096 messages with a tool call each have 100,000."""
 MAX_VALUES = 2**20
-"""Most elements of lists, such as token ids."""
+"""Maximum number of list elements, such as token ids."""
 
 MISSING = re.compile(r"Object missing required field `(.*)`")
 PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?((\w*).*)`", re.DOTALL)
-"""What is wrong, whether with the key of an object, where, and the field that this is in."""
+"""The message, whether it concerns a key, the path, and the top-level field."""
 
 
 NULL = msgspec.Raw(b"null")
@@ -69,7 +69,7 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
-    """Return the body as `kind`, checked for the model that is served. Raises ApiError."""
+    """Return the body as `kind`, checked against the served model. Raises ApiError."""
     service = service_of(request)
     # Ollama's documentation shows calls without Content-Type.
     undeclared = request.path.startswith("/api/")
@@ -94,7 +94,7 @@ def named_in_a_header(names: list[str]) -> str:
 
 
 def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]]:
-    """Return the Struct, and unknown names, each with the field around it. Raises ApiError."""
+    """Return the Struct, and unknown names, each with its enclosing field. Raises ApiError."""
     unknown: list[tuple[str, str]] = []
     try:
         kept = _known(_unfolded(_fields_in(data)), kind, unknown)
@@ -112,7 +112,7 @@ def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]
 
 
 def _unfolded(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """Return the fields with those that LMDeploy's APIClient puts below `kwargs`: the further arguments of its
+    """Return the fields including those that LMDeploy's APIClient puts under `kwargs`, the additional arguments of its
     methods."""
     further = fields.get("kwargs")
     if further is None or not _is_object(further):
@@ -123,8 +123,8 @@ def _unfolded(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
 def _known(
     fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], unknown: list[tuple[str, str]], inside: str = ""
 ) -> dict[str, msgspec.Raw]:
-    """Return the fields that the Struct has and that are not null. Raises ApiError for others that are not neutral;
-    adds the names of unknown ones to `unknown`."""
+    """Return the non-null fields that the Struct has. Raises ApiError for others that are not neutral; appends unknown
+    names to `unknown`."""
     kept = {}
     for name, value in fields.items():
         if name in kind.__struct_fields__:
@@ -161,7 +161,7 @@ def _nested(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a number, or every number of a dict, is finite: unlike JSON, text can spell others."""
+    """Return whether a number, or every number of a dict, is finite; unlike JSON, text can spell other numbers."""
     if isinstance(value, dict):
         return all(_is_finite(each) for each in value.values() if isinstance(each, float))
     return not isinstance(value, float) or math.isfinite(value)
@@ -192,7 +192,7 @@ def _invalid(text: str) -> ApiError:
 
 
 def check_shape(body: bytes) -> None:
-    """Raise ApiError 400 for a body of so many parts that decoding it would delay others."""
+    """Raise ApiError 400 for a body with so many parts that decoding it would delay others."""
     if len(body) <= UNCOUNTED_BYTES:
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body

@@ -1,6 +1,6 @@
-"""Fields that the bodies of several routes share, of any API.
+"""Fields that request bodies of several routes and APIs share.
 
-A name is either a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
+A name is a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)]
 Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
-"""false, as in LMDeploy's early examples, stands for none."""
+"""false, as in LMDeploy's early examples, means none."""
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
@@ -38,17 +38,17 @@ Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
 MAX_MESSAGES = 4096
 
 Variables = dict[str, str | int | float | bool | None]
-"""Of a chat template."""
+"""Variables of a chat template."""
 
 ImageOptions = dict[str, int | float | str]
-"""How images are prepared."""
+"""Options of image preparation."""
 
 ImageUrl = str | dict[str, int | float | str]
-"""A URL, also with options beside it: {"url": ..., "max_pixels": ...}. An empty one is none."""
+"""A URL, possibly with options: {"url": ..., "max_pixels": ...}. An empty one means none."""
 ImageUrls = Annotated[list[ImageUrl], Meta(max_length=MAX_IMAGES)] | ImageUrl | None
 
 Prompt = str | list[str | int | list[int]]
-"""A text, texts, token ids, or several lists of them; a list is of one kind."""
+"""A text, texts, token ids, or several lists of them; a list has elements of one kind."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object within a body whose names are fields or neutral ones, as the body's own are."""
+    """An object within a body whose names are fields or neutral, like the body's own."""
 
 
 class PolicyFields(Body, kw_only=True):
@@ -69,13 +69,13 @@ class PolicyFields(Body, kw_only=True):
     timeout: float | None = None
     """Seconds from the request's arrival to the last token; then 504, or an error event."""
     user_id: str | None = None
-    """The user it counts for, with `qos_config_path`; refused without."""
+    """The user whose quota it uses, with `qos_config_path`; refused without."""
     cache_salt: str | None = None
-    """Requests share cached prefixes only if their salt, and with several keys their key, is the same."""
+    """Only requests with the same salt, and with several keys the same key, share cached prefixes."""
 
 
 class SamplingFields(PolicyFields, kw_only=True):
-    """How tokens are drawn and where an answer ends, on every route that generates."""
+    """How tokens are sampled and where an answer ends, on every route that generates."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -17,8 +17,8 @@ __all__ = ["filled_in"]
 def filled_in(
     prompts: Sequence[str | list[int]], suffix: str, config: GenerationConfig, tokenizer: Tokenizer
 ) -> tuple[list[str], GenerationConfig]:
-    """Return the prompts with the suffix, in the form that the model was trained on, and the config with the tokens
-    that end such an answer. Raises ApiError for token ids, and for models without such a form."""
+    """Return the prompts combined with the suffix, in the form that the model was trained on, and the config with the
+    tokens that end such an answer. Raises ApiError for token ids, and for models without such a form."""
     form = fill_in_of(tokenizer)
     if form is None:
         raise _refused(

@@ -1,7 +1,7 @@
-"""Brings the messages that clients send back into the form that chat templates take.
+"""Converts the messages that clients send back to the form that chat templates take.
 
-A client sends an answer back as it got it, from this server or another one: with ids, citations and empty fields.
-Fields that tell a model nothing are dropped; older and newer names become those of templates.
+A client sends an answer back as it received it, from this server or another one: with ids, citations and empty fields.
+Fields that are meaningless to a model are dropped; older and newer names become those of templates.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ __all__ = ["normalised"]
 UNSAID = frozenset(
     {"id", "annotations", "provider_specific_fields", "thinking_blocks", "reasoning_details", "cache_control"}
 )
-"""Keys that tell no model anything: OpenAI's and vLLM's ids and citations, litellm's and OpenRouter's own records."""
+"""Keys that are meaningless to a model: OpenAI's and vLLM's ids and citations, litellm's and OpenRouter's own
+records."""
 EMPTY = ("audio", "function_call", "tool_calls", "refusal", "reasoning", "reasoning_content")
 """Keys that an answer may have with an empty value."""
 ROLES = {"developer": "system", "function": "tool"}
-"""OpenAI's newer and older names of roles -> the templates' name."""
+"""OpenAI's newer and older role names -> the templates' name."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Further types of text parts -> the key of the text."""
+"""Other types of text parts -> the key of the text."""
 MEDIA_TYPES = {"image_url": "image_url", "video_url": "video_url", "input_image": "image_url"}
-"""Types of parts, which the first two may leave out, -> the key of the image or the video."""
+"""Types of parts (which the first two may omit) -> the key of the image or the video."""
 
 
 async def normalised(request: web.Request, messages: list[dict[str, Any]] | str) -> list[Message] | str:
-    """Return the messages as the chat template takes them, with the bytes of images that the server fetches. With
-    `unknown_fields="ignore"`, unknown keys are left out and added to the request's ignored ones. Raises ApiError."""
+    """Return the messages in the chat template's form, with the bytes of images that the server fetches. With
+    `unknown_fields="ignore"`, unknown keys are dropped and added to the request's ignored ones. Raises ApiError."""
     if isinstance(messages, str):
         return messages
     result = await with_images(request, [_message(message) for message in messages])
