@@ -19,7 +19,7 @@ from asyncllm.config.lmdeploy_settings import without_neutral
 from asyncllm.config.neutral import Neutral
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["MAX_COUNT", "Settings", "checked"]
+__all__ = ["MAX_COUNT", "Settings", "checked", "choices"]
 
 MAX_COUNT = 2**31 - 1
 
@@ -74,8 +74,8 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
             param = found[1] if found else None
             given = f" (given: {reprlib.repr(fields[param])})" if param in fields else ""
             if what.startswith("Invalid enum value") and param in fields:
-                choices = ", ".join(map(repr, _choices(typing.get_type_hints(cls)[param])))
-                given = f"{given}. It is one of {choices}"
+                known = ", ".join(map(repr, choices(typing.get_type_hints(cls)[param])))
+                given = f"{given}. It is one of {known}"
             raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
 
     def _check(self) -> None:
@@ -94,11 +94,11 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
                     )
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def choices(annotation: Any) -> tuple[Any, ...]:
     """Return the values of a Literal, by itself or beside None."""
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
-    return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
+    return tuple(choice for part in typing.get_args(annotation) for choice in choices(part))
 
 
 Config = TypeVar("Config", bound=Settings)

@@ -164,7 +164,10 @@ def as_api_error(error: Exception, prompt: str = "messages", form: str = FORM) -
         case InvalidParameter(param=param) if param == FORM:
             return ApiError(400, str(error).replace(FORM, form), code="invalid_value", param=form)
         case InvalidParameter():
-            return ApiError(400, _in_names(str(error)), code="invalid_value", param=_named(error.param, prompt))
+            message = _in_names(str(error))
+            if error.param in PROMPT_NAMES:
+                message = re.sub(rf"^{error.param}\b", prompt, message)
+            return ApiError(400, message, code="invalid_value", param=_named(error.param, prompt))
         case InvalidMessage():
             return ApiError(400, str(error), code="invalid_value", param=prompt)
         case InvalidRequest():

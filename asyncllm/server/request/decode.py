@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
+from asyncllm.config.settings import choices
 from asyncllm.server.http.body import read_body
 from asyncllm.server.http.errors import FORM, ApiError
 from asyncllm.server.request.fields import Body, FurtherFields
@@ -100,14 +101,14 @@ def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]
         kept = _known(_unfolded(_fields_in(data)), kind, unknown)
         body: Kind = _decoder(kind).decode(_joined(kept))
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise ApiError(400, f"The body is no JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
     for name in kept:
         if not _is_finite(getattr(body, name)):
-            raise ApiError(400, f"{name}: Expected a finite number.", code="invalid_type", param=name)
+            raise ApiError(400, f"{name}: Expected a finite number.", code="invalid_value", param=name)
     return body, unknown
 
 
@@ -176,7 +177,7 @@ def _unknown(inside: str, name: str) -> ApiError:
     )
 
 
-def _invalid(text: str) -> ApiError:
+def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
     place = PLACE.fullmatch(text)
     what, where, field = (place[1], place[3], place[4] or None) if place else (text, "", None)
     if place and place[2]:
@@ -188,7 +189,10 @@ def _invalid(text: str) -> ApiError:
             code="missing_required_parameter",
             param=field or found[1],
         )
-    return ApiError(400, f"{where or 'the body'}: {what}.", code="invalid_type", param=field)
+    if what.startswith("Invalid enum value") and where == field:
+        what = f"{what}. It is one of {', '.join(map(repr, choices(get_type_hints(kind)[field])))}"
+    code = "invalid_type" if ", got " in what else "invalid_value"
+    return ApiError(400, f"{where or 'The body'}: {what}.", code=code, param=field)
 
 
 def check_shape(body: bytes) -> None:

@@ -100,7 +100,7 @@ async def test_log_probabilities_have_the_chosen_token_and_the_most_likely_ones(
     ("fields", "param", "code"),
     [
         ({"messages": []}, "messages", "invalid_value"),
-        ({"temperature": 2.5}, "temperature", "invalid_type"),
+        ({"temperature": 2.5}, "temperature", "invalid_value"),
         ({"n": 17}, "n", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),

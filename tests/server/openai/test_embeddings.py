@@ -42,22 +42,25 @@ async def test_token_ids_dimensions_and_pooling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("fields", "param", "says"),
     [
-        ({"input": []}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": ["one", 5]}, "input"),
-        ({"input": [-1]}, "input"),
-        ({"dimensions": 10**6}, "dimensions"),
-        ({"dimensions": 0}, "dimensions"),
-        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"input": []}, "input", "holds 0 entries"),
+        ({"input": ""}, "input", "is empty"),
+        ({"input": ["one", 5]}, "input", "mixes texts and token ids"),
+        ({"input": [-1]}, "input", "input holds -1"),
+        ({"dimensions": 10**6}, "dimensions", "in [1, "),
+        ({"dimensions": 0}, "dimensions", ">= 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "'hex'. It is one of 'float', 'base64'."),
     ],
     ids=str,
 )
-async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(fields: dict[str, object], param: str) -> None:
+async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(
+    fields: dict[str, object], param: str, says: str
+) -> None:
     async with serving(FakeEngine()) as served:
         status, answer = await served.post("/v1/embeddings", {"model": "fake", "input": "abc", **fields})
         assert (status, answer["error"]["param"]) == (400, param)
+        assert says in answer["error"]["message"]
         async with served.openai() as client:
             with pytest.raises(openai.NotFoundError):
                 await client.embeddings.create(model="other", input="abc")
