@@ -87,7 +87,7 @@ def test_bounds_are_those_of_the_struct() -> None:
     [
         (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--max-batch-size", "many"], "--max-batch-size: invalid int value: 'many'"),
-        (["--hf-overrides", "novalue"], "is not NAME=VALUE"),
+        (["--hf-overrides", "{novalue"], "is not NAME=VALUE, nor a JSON object"),
         (["--max-batchsize", "3"], "did you mean --max-batch-size?"),
         (["--quant-policy", "5"], "invalid choice: '5'"),
         (["--max-batch", "3"], "unrecognized arguments"),
@@ -100,6 +100,12 @@ def test_bad_options_end_with_status_2(arguments: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
-def test_error_names_the_option() -> None:
-    assert flags.refuse(InvalidParameter("too big", "top_k")) == "--top-k: too big"
-    assert flags.refuse(InvalidParameter("odd")) == "odd"
+@pytest.mark.parametrize(
+    ("param", "text"),
+    [("top_k", "--top-k: odd"), ("url", "URL: odd"), ("chat_template_config", "odd"), (None, "odd")],
+)
+def test_error_names_the_option_or_the_place(param: str | None, text: str) -> None:
+    parser = flags.Parser()
+    parser.add_argument("url", metavar="URL")
+    flags.add(parser, GenerationConfig)
+    assert flags.refuse(InvalidParameter("odd", param), parser) == text

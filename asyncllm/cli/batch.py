@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any, Literal, TextIO
@@ -35,8 +36,10 @@ def _batch(options: argparse.Namespace) -> int:
     engine_config, template = flags.load(options, EngineConfig), load_template(options)
 
     with ExitStack() as files:
-        source = _opened(files, options.input, "r", sys.stdin)
-        target = _opened(files, options.output, "w", sys.stdout)
+        source = sys.stdin if options.input == "-" else _opened(files, options.input, "r", "input")
+        if options.input != "-" and os.path.exists(options.output) and os.path.samefile(options.input, options.output):
+            raise InvalidParameter(f"{options.output} holds the requests. Give another file for the answers.", "output")
+        target = sys.stdout if options.output == "-" else _opened(files, options.output, "w", "output")
 
         import asyncio
 
@@ -51,11 +54,9 @@ def _batch(options: argparse.Namespace) -> int:
     return 0 if not count.refused else 1
 
 
-def _opened(files: ExitStack, name: str, mode: Literal["r", "w"], standard: TextIO) -> TextIO:
-    if name == "-":
-        return standard
+def _opened(files: ExitStack, name: str, mode: Literal["r", "w"], param: str) -> TextIO:
     try:
         file: TextIO = open(name, mode, encoding="utf-8")  # noqa: SIM115 - the stack closes it
     except OSError as error:
-        raise InvalidParameter(f"{name} cannot be opened: {error.strerror or error}.", "input") from None
+        raise InvalidParameter(f"{name} cannot be opened: {error.strerror or error}.", param) from None
     return files.enter_context(file)

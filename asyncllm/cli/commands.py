@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except InvalidParameter as error:
-        complain(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error)}")
+        complain(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error, options.parser)}")
         return WRONG_USAGE
     except AsyncLLMError as error:
         complain(f"asyncllm: {error}")
@@ -109,6 +109,7 @@ def _parser() -> flags.Parser:
     doctor = command("doctor", _doctor, about, aliases=["check_env"])
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
     doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
+    doctor.add_argument("--dump-file", metavar="FILE", help="Write them to this file instead.")
     add_plugin(doctor)
 
     listing = command("list", _list, "Name the built-in chat templates and the model architectures.")
@@ -177,7 +178,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
     load_plugins(options)
     checks = doctor.examine(options.model)
-    print(doctor.as_json(checks) if options.json else in_terminal(doctor.as_text(checks)))
+    text = doctor.as_json(checks) if options.json else doctor.as_text(checks)
+    if options.dump_file is None:
+        print(text if options.json else in_terminal(text))
+    else:
+        try:
+            with open(options.dump_file, "w", encoding="utf-8") as file:
+                print(text, file=file)
+        except OSError as error:
+            reason = error.strerror or error
+            raise InvalidParameter(f"{options.dump_file} cannot be written: {reason}.", "dump_file") from None
     return 1 if any(check.verdict == "fail" for check in checks) else 0
 
 

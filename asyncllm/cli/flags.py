@@ -187,7 +187,8 @@ def _pair(key: Any, value: Any, several: bool, alone: bool) -> Any:
             return {None: value(text)}
         if not equals:
             hint = ". A model's name stands before the option" if several else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE{hint}")
+            kinds = "NAME=VALUE, nor a JSON object" if value is Any else "NAME=VALUE"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kinds}{hint}")
         return {key(name): _json_or_text(rest) if value is Any else value(rest)}
 
     parse.__name__ = "NAME=VALUE"
@@ -201,11 +202,12 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def refuse(error: InvalidParameter) -> str:
-    """Return the error of a config as a user of the command line knows it: by option, not by field."""
-    if error.param is None:
-        return str(error)
-    return f"--{error.param.replace('_', '-')}: {error}"
+def refuse(error: InvalidParameter, command: argparse.ArgumentParser) -> str:
+    """Return the error as a user of the command line knows it: by the command's option or place, not by field."""
+    for action in command._actions:
+        if action.dest == error.param:
+            return f"{action.option_strings[0] if action.option_strings else action.metavar}: {error}"
+    return str(error)
 
 
 def add_model_settings(

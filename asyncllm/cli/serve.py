@@ -62,7 +62,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     about = f"Have a conversation with a server. {CHAT_HELP}"
     client = kinds.add_parser(CLIENT, help="Have a conversation with a server.", description=about)
     client.set_defaults(run=_talk, parser=client)
-    client.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"Default: {DEFAULT_URL}.")
+    client.add_argument(
+        "api_server_url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"Default: {DEFAULT_URL}."
+    )
     client.add_argument("--api-key", metavar="STR", help="One of the server's keys, if it has any.")
     client.add_argument(
         "--session-id",
@@ -95,7 +97,7 @@ def _talk(options: argparse.Namespace) -> int:
     from asyncllm.cli.conversations import ClientConversation, SessionConversation
     from asyncllm.http_client.api_client import APIClient
 
-    with APIClient(options.url, options.api_key) as client:
+    with APIClient(options.api_server_url, options.api_key) as client:
         model = client.available_models[0]
         kept_here = options.session_id is None
         converse(

@@ -443,7 +443,7 @@ def _known_name(name: str, parts: dict[str, str]) -> str:
     raise InvalidParameter(
         f"There is no chat template {name!r}.{hint} `asyncllm list` names them all; a new one needs at least one of "
         f"the fields {', '.join(PARTS)}, or a class registered in MODELS.",
-        "model_name",
+        "chat_template_config",
     )
 
 

@@ -23,6 +23,18 @@ COLD_START_S = 6
 SMALL = ["--num-gpu-blocks", "200"]
 
 
+def test_the_file_of_requests_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("{}\n", encoding="utf-8")
+    for output, says in (
+        (f"{tmp_path}/./requests.jsonl", "OUTPUT: .* holds the requests"),
+        (str(tmp_path / "no" / "answers.jsonl"), "OUTPUT: .* cannot be opened"),
+    ):
+        assert cli.main(["batch", "tiny-chat", str(requests), output]) == 2
+        assert re.search(says, capsys.readouterr().err)
+    assert requests.read_text(encoding="utf-8") == "{}\n"
+
+
 class TestRun:
     def test_it_answers(self, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["--ignore-eos", "--max-new-tokens", "5", "--no-skip-special-tokens", *SMALL]
@@ -112,9 +124,13 @@ class TestDoctor:
         assert "LlamaForCausalLM" in text
         assert re.search(r"cpu threads: \d+ for a model of any size: .+", text)
 
-    def test_json_and_a_failure(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["doctor", "./nowhere", "--json"]) == 1
-        report = json.loads(capsys.readouterr().out)
+    def test_json_and_a_failure(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        assert cli.main(["doctor", "./nowhere", "--json", "--dump-file", str(file)]) == 1
+        assert capsys.readouterr().out == ""
+        assert cli.main(["doctor", "--dump-file", str(tmp_path)]) == 2
+        assert "--dump-file: " in capsys.readouterr().err
+        report = json.loads(file.read_text(encoding="utf-8"))
         assert report["ok"] is False
         assert [check["name"] for check in report["checks"] if check["verdict"] == "fail"] == ["model ./nowhere"]
 
