@@ -206,10 +206,13 @@ _LEGACY_NAMES: dict[str, dict[str, str]] = {
 }
 """By model_type: what the first files of a family call what transformers writes now."""
 
+_LATER = ("gemma4", "laguna", "lfm3")
+"""What types of models begin with that no earlier transformers wrote."""
+
 
 def _rewrite_as_legacy(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
-    rope = None if "gemma4" in config["model_type"] else config.pop("rope_parameters", None)
+    rope = None if config["model_type"].startswith(_LATER) else config.pop("rope_parameters", None)
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if not rope:

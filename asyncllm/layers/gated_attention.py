@@ -1,17 +1,19 @@
-"""Attention whose result is multiplied by a gate, feature by feature (Qwen3-Next)."""
+"""Attention whose result is multiplied by gates: feature by feature (Qwen3-Next), or head by head (LFM3, Laguna)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import KVCache, Rotation, RoundedRows
+from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding
 from asyncllm.layers.attention import Attention, AttentionConfig
-from asyncllm.layers.linear import MergedLinear, QKVLinear
+from asyncllm.layers.linear import Linear, MergedLinear, QKVLinear
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["GatedAttention"]
+__all__ = ["GatedAttention", "HeadGatedAttention"]
 
 
 class _GatedQKVLinear(QKVLinear):
@@ -55,4 +57,42 @@ class GatedAttention(Attention):
             step = sampled.inputs.of_layer(self.layer)
         attended = self._attend(q, step, cache).flatten(1)
         out: Tensor = self.out(attended * kernels.sigmoid(gate), step)
+        return out
+
+
+class HeadGatedAttention(Attention):
+    """As `Attention`; what each head attends to is multiplied by `activation` of a product of x, of one number for the
+    head or of one for each of its features."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        config: AttentionConfig,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        by_feature: bool = False,
+    ) -> None:
+        super().__init__(layer, hidden_size, config)
+        width = config.head_dim if by_feature else 1
+        self.gate = Linear(hidden_size, config.num_heads * width, shard="column", unit=width)
+        self.activation = activation
+        # Layers may have other numbers of heads, which a step's plans depend on.
+        self.kind = config.window, config.num_heads
+
+    def rounding(self, step: StepInputs) -> Rounding | None:
+        return None
+
+    def forward(self, x: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "the layer asks for no rounding"
+        step = step.of_layer(self.layer)
+        cache: KVCache = step.caches[self.layer]
+        q = self._project(x, step, cache)
+        if sampled is not None:
+            q = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
+            x = kernels.gather_rows(x, sampled.indices)
+            step = sampled.inputs.of_layer(self.layer)
+        attended = self._attend(q, step, cache)
+        gates = self.activation(self.gate(x, step).float()).to(x.dtype)
+        out: Tensor = self.out((attended * gates.view(*attended.shape[:2], -1)).flatten(1), step)
         return out
