@@ -14,7 +14,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["Correction", "ExactRouter", "MoE"]
+__all__ = ["AveragedMoE", "Correction", "ExactRouter", "MoE"]
 
 
 class ExactRouter(Linear):
@@ -120,3 +120,10 @@ class MoE(Layer):
         ids = expert_ids.reshape(-1, 1)
         each = experts(self.gate_up, self.down, scaled, (ids >= 0).float(), ids, limit=self.limit)
         return each if expert_ids.shape[1] == 1 else each.view(*expert_ids.shape, -1).sum(1)
+
+
+class AveragedMoE(MoE):
+    """As `MoE`; what all tokens take and what each has chosen are averaged, not added up (Command A)."""
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        return super().forward(x, step).mul_(0.5)

@@ -14,7 +14,7 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer, Owner
 
-__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "ones"]
+__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "UnitStreamNorm", "ones"]
 
 
 class Norm(Owner):
@@ -90,6 +90,20 @@ class UnitNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, ones(self.size, x.dtype, x.device), self.eps)
+
+
+class UnitStreamNorm(Norm):
+    """Root mean square norm of the stream without a weight (nanochat)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        Layer.__init__(self)
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, ones(self.size, x.dtype, x.device), self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, residual, ones(self.size, x.dtype, x.device), self.eps)
 
 
 @cache

@@ -32,9 +32,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "BltForCausalLM": Refused(
         "Byte Latent Transformer", "its patches of bytes are not written yet", "LlamaForCausalLM"
     ),
-    "Cohere2MoeForCausalLM": Refused(
-        "Command A with experts", "its choice of experts is not written yet", "Cohere2ForCausalLM"
-    ),
     "DeciLMForCausalLM": Refused(
         "Llama Nemotron Super and Ultra",
         "layers without attention, and MLPs of several sizes, are not written yet",
@@ -77,8 +74,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "ModernBertDecoderForCausalLM": Refused(
         "Ettin decoders", "its gates and norms are not written yet", "Gemma3ForCausalLM"
     ),
-    "NanoChatForCausalLM": Refused("nanochat", "norms without weights are not written yet", "NemotronForCausalLM"),
-    "OpenAIGPTLMHeadModel": Refused("GPT 1", "its norms behind additions are not written yet", "GPT2LMHeadModel"),
     "OuroForCausalLM": Refused(
         "Ouro 1.4B, 2.6B", "layers that run several times are not written yet", "LlamaForCausalLM"
     ),
@@ -98,7 +93,6 @@ REFUSED_DECODERS: Mapping[str, Refused] = {
     "Step3TextForCausalLM": Refused("Step 3", "its factorized queries are not written yet", "DeepseekV3ForCausalLM"),
     "TeleChat2ForCausalLM": Refused("TeleChat2", "its names are not read", "LlamaForCausalLM"),
     "TeleFLMForCausalLM": Refused("Tele-FLM", _NO_ORACLE, "LlamaForCausalLM"),
-    "XGLMForCausalLM": Refused("XGLM", "sinusoids as positions are not written yet", "OPTForCausalLM"),
     "xLSTMForCausalLM": Refused("xLSTM 7B", "its recurrence is not written yet", "MambaForCausalLM"),
     "Zamba2ForCausalLM": Refused("Zamba 2", "layers that share their weights are not written yet", "BambaForCausalLM"),
     "ZambaForCausalLM": Refused("Zamba", "layers that share their weights are not written yet", "JambaForCausalLM"),

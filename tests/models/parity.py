@@ -118,7 +118,7 @@ UNROTATED = {
     ),
     *("jamba", "mamba", "mamba2", "mpt"),
     "mpt_grouped",
-    *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "opt", "opt_350m"),
+    *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "openai_gpt", "opt", "opt_350m", "xglm"),
 }
 """They know positions by other means."""
 
