@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.layout import Fields, Layout, Tensors, fused, renamed, under_language_model, unfused_experts
+from tests.shrunk_layers import shrink_layers
 
 __all__ = ["LAYOUTS", "RELATIVES", "Layout"]
 
@@ -213,6 +214,9 @@ LAYOUTS: dict[str, Layout] = {
         "BaiChuanForCausalLM",
         native={"num_key_value_heads": 4},
         rename=lambda tensors, fields: fused(tensors, "self_attn.W_pack"),
+    ),
+    "decilm": Layout(
+        "decilm", "nemotron-nas", "llama", "DeciLMForCausalLM", native={"intermediate_size": 96}, patch=shrink_layers
     ),
     "deepseek": Layout(
         "deepseek", "deepseek", "llama", "DeepseekForCausalLM", patch=_deepseek_experts, rename=unfused_experts

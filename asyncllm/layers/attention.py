@@ -18,8 +18,9 @@ from asyncllm.layers.layer import Layer, PartKey
 from asyncllm.layers.layer_norm import HeadsLayerNorm, ListedHeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.linear_method import Shard
-from asyncllm.layers.norm import RMSNorm, UnitNorm
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
+from asyncllm.layers.unit_norm import UnitNorm
 
 __all__ = ["Attention", "AttentionConfig", "QKNormKind", "Sinks"]
 

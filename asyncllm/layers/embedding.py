@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -13,14 +10,7 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = [
-    "Embedding",
-    "OutputEmbedding",
-    "PositionEmbedding",
-    "SinusoidEmbedding",
-    "TiedOutputEmbedding",
-    "whole_rows",
-]
+__all__ = ["Embedding", "OutputEmbedding", "PositionEmbedding", "TiedOutputEmbedding", "whole_rows"]
 
 
 class Embedding(Weighted):
@@ -44,22 +34,6 @@ class PositionEmbedding(Weighted):
     def forward(self, step: StepInputs) -> Tensor:
         positions = step.positions + self.offset if self.offset else step.positions
         return self.method.embed(self, positions, None)
-
-
-class SinusoidEmbedding(Embedding):
-    """As `Embedding`, plus sines of the token's position at falling frequencies, then cosines (Vaswani et al., 2017);
-    position p is as p + offset."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None, offset: int = 0) -> None:
-        super().__init__(vocab_size, hidden_size, scale=scale)
-        self.offset = offset
-
-    def forward(self, ids: Tensor, step: StepInputs) -> Tensor:
-        rows = super().forward(ids, step)
-        half = rows.shape[-1] // 2
-        frequencies = torch.exp(torch.arange(half, device=ids.device) * (-math.log(10000) / (half - 1)))
-        angles = (step.positions + self.offset)[:, None] * frequencies
-        return rows + torch.cat([angles.sin(), angles.cos()], -1).to(rows.dtype)
 
 
 def _logits(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.layers.layer import Layer, PartKey
-from asyncllm.layers.norm import Norm, ones
+from asyncllm.layers.norm import Norm
+from asyncllm.layers.unit_norm import ones
 
 __all__ = ["HeadsLayerNorm", "LayerNorm", "ListedHeadsLayerNorm", "OffsetLayerNorm", "UnitLayerNorm"]
 

@@ -22,7 +22,7 @@ from asyncllm.layers.images import ImageRows
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters", "SwappedQKVLinear"]
+__all__ = ["Linear", "MergedLinear", "QKVLinear", "RowAdapters"]
 
 
 class RowAdapters(Protocol):
@@ -152,13 +152,3 @@ class QKVLinear(MergedLinear):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
         )
-
-
-class SwappedQKVLinear(QKVLinear):
-    """As `QKVLinear`, of checkpoints that turn pairs the other way round: a pair's features change places at load, of
-    queries and keys alike, which changes no score."""
-
-    def in_order(self, part: str | None, tensor: Tensor) -> Tensor:
-        if part not in ("q", "k"):
-            return tensor
-        return tensor.view(-1, self.head_dim, *tensor.shape[1:]).roll(self.head_dim // 2, 1).view_as(tensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer, Owner
 
-__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm", "UnitNorm", "UnitStreamNorm", "ones"]
+__all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm"]
 
 
 class Norm(Owner):
@@ -79,37 +78,6 @@ class NoNorm(Norm):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + x
         return total, total
-
-
-class UnitNorm(Layer):
-    """RMS norm of the last axis without a weight (Llama 4's queries and keys)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.size, self.eps = size, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, ones(self.size, x.dtype, x.device), self.eps)
-
-
-class UnitStreamNorm(Norm):
-    """Root mean square norm of the stream without a weight (nanochat)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        Layer.__init__(self)
-        self.size, self.eps = size, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, ones(self.size, x.dtype, x.device), self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.add_rms_norm(x, residual, ones(self.size, x.dtype, x.device), self.eps)
-
-
-@cache
-def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a weight of ones [size], for a norm without a weight."""
-    return torch.ones(size, dtype=dtype, device=device)
 
 
 class OffsetRMSNorm(RMSNorm):

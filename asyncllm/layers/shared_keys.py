@@ -10,8 +10,8 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import KVCache, Rotation, RoundedRows
 from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.linear import MergedLinear, QKVLinear
-from asyncllm.layers.norm import UnitNorm
 from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.layers.unit_norm import UnitNorm
 
 __all__ = ["BorrowingAttention", "NormedValueAttention"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncllm.layers.block import SingleBlock
 from asyncllm.layers.mamba1 import Mamba
-from asyncllm.layers.norm import UnitNorm
+from asyncllm.layers.unit_norm import UnitNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from asyncllm.layers.attention import Attention
-from asyncllm.layers.linear import SwappedQKVLinear
-from asyncllm.layers.norm import UnitStreamNorm
+from asyncllm.layers.swapped_qkv import SwappedQKVLinear
+from asyncllm.layers.unit_norm import UnitStreamNorm
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS

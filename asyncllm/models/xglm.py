@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asyncllm.layers.embedding import SinusoidEmbedding
 from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.sinusoid_embedding import SinusoidEmbedding
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import register

@@ -71,8 +71,9 @@ def text() -> str:
             checked, oracle, rotary = f"another name of `{family.__module__.rpartition('.')[2]}`", "", ""
         models = described().get(architecture, "")
         rows.append(f"| `{architecture}` | {models} | {checked} | {rotary} | {oracle} |\n")
-    for name, each in REFUSED_DECODERS.items():
-        refused.append(f"| `{name}` | {each.models} | {each.why} | `{each.nearest}` |\n")
+    for each in dict.fromkeys(REFUSED_DECODERS.values()):
+        names = ", ".join(f"`{name}`" for name, other in REFUSED_DECODERS.items() if other == each)
+        refused.append(f"| {names} | {each.models} | {each.why} | `{each.nearest}` |\n")
     return HEAD + "".join(rows) + REFUSED + "".join(refused)
 
 

@@ -60,6 +60,7 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("attn", "scale_queries", False, None),
         ("attn", "alibi", None, None),
         ("attn", "alibi", None, lambda slopes: slopes * 2),
+        ("embed", "offset", None, lambda offset: 1 - min(offset, 1)),
         ("embed", "scale", None, None),
         ("head", "scale", None, None),
         ("head", "softcap", None, None),
@@ -155,7 +156,7 @@ def rotations(model: DecoderLM) -> Iterator[Mechanism]:
             yield "heads turned whole", turned_by(dim=attention.head_dim)
         if model.config.paired_rotary:
             yield "halves that are neighbours", pair_neighbours
-        if any(block.attn.rope is None for block in model.layers):
+        if any(getattr(block.attn, "rope", 0) is None for block in model.layers):
             yield "every layer turned", turn_in_all_layers
 
 

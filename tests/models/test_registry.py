@@ -51,6 +51,14 @@ def test_refused_decoders_are_told_what_is_near(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
+def test_no_causal_model_of_transformers_is_unknown() -> None:
+    """Each has a family, or is refused with a reason."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = {*families(), *VISION_MODELS, *REFUSED_DECODERS}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - known == set()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_and_frozen(family: str, tmp_path: Path) -> None:
     model = open_cpu(build_checkpoint(family, tmp_path))
