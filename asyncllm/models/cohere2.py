@@ -10,7 +10,12 @@ from asyncllm.models.cohere import Cohere
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.registry import register
 
-__all__ = ["Cohere2"]
+__all__ = ["Cohere2", "with_theta"]
+
+
+def with_theta(hf: HFConfig) -> HFConfig:
+    """Return this with a base of rotation where it names none: not that of Command R."""
+    return hf if hf.fields.get("rope_theta") is not None else hf.changed({"rope_theta": 1e4})
 
 
 @register(Cohere2ForCausalLM="Command R7B, Command A")
@@ -26,7 +31,7 @@ class Cohere2(Cohere):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("use_qk_norm", False)
-        config = Cohere.configure(hf, architecture)
+        config = Cohere.configure(with_theta(hf), architecture)
         every = hf.integer("sliding_window_pattern", 4)
         sliding = [(layer + 1) % every != 0 for layer in range(config.num_layers)]
         windows = hf.windows(config.num_layers, hf.optional_integer("sliding_window", 4096), sliding)

@@ -11,7 +11,7 @@ from asyncllm.kernels import Routing
 from asyncllm.layers.moe import AveragedMoE
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.models.cohere import Cohere
-from asyncllm.models.cohere2 import Cohere2
+from asyncllm.models.cohere2 import Cohere2, with_theta
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, leading_dense
 from asyncllm.models.registry import register
@@ -52,11 +52,9 @@ class Cohere2MoE(Cohere2):
         centered = hf.fields.get("rms_norm_eps") is None
         if not centered:
             hf = hf.changed({"layer_norm_eps": hf.fields["rms_norm_eps"]})
-        if hf.fields.get("rope_theta") is None:
-            hf = hf.changed({"rope_theta": 1e4})
         if hf.fields.get("head_dim") is None:
             hf = hf.changed({"head_dim": 128})
-        config = Cohere.configure(hf, architecture)
+        config = Cohere.configure(with_theta(hf), architecture)
         num_layers, dense = config.num_layers, leading_dense(hf, config.num_layers, 0)
         first, every = hf.integer("prefix_dense_sliding_window_pattern", 1), hf.integer("sliding_window_pattern", 4)
         sliding = [(layer + 1) % first != 0 for layer in range(dense)]

@@ -223,6 +223,8 @@ class HFConfig:
     def expect(self, key: str, *allowed: Any) -> None:
         """Refuse any value of `key` except these; an absent key passes. Raises UnsupportedModel."""
         value = self.fields.get(key)
+        if value == "swish":
+            value = "silu"
         if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
             self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed) or 'none'}.")
 

@@ -54,6 +54,8 @@ class Gemma3(Gemma2):
         for key in ("hidden_activation", "hidden_act"):
             hf.expect(key, "gelu_pytorch_tanh")
         hf.expect("use_bidirectional_attention", False)
+        # transformers reads it and caps nothing.
+        hf.expect("attn_logit_softcapping")
         # Files that also hold a vision model leave out what is as in its text model's class.
         usual = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         hf = hf.changed({key: hf.fields.get(key) or value for key, value in usual.items()})
@@ -72,7 +74,6 @@ class Gemma3(Gemma2):
             activation="gelu_tanh",
             embedding_scale=fields["hidden_size"] ** 0.5,
             score_scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
-            score_softcap=hf.optional_number("attn_logit_softcapping"),
             logit_softcap=hf.optional_number("final_logit_softcapping"),
             qk_norm="head",
         )

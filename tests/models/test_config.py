@@ -346,6 +346,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
     [
         ("Gemma2ForCausalLM", "hidden_activation", "gelu"),
         ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
+        ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
         ("Qwen2ForCausalLM", "hidden_act", "relu"),
         ("Qwen2ForCausalLM", "layer_types", ["chunked_attention"] * 3),
         ("Lfm2ForCausalLM", "layer_types", ["conv", ["conv"], "conv", "conv"]),
@@ -417,6 +418,19 @@ def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
     tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
     config = read(tmp_path, {"vision_config": {**tower, "deepstack_visual_indexes": []}}, fields)
     assert config.rope.axes == (0, 1, 2) * 10 + (0, 1)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "CohereForCausalLM", "OPTForCausalLM"])
+def test_swish_is_another_name_of_silu(tmp_path: Path, architecture: str) -> None:
+    key = "activation_function" if architecture == "OPTForCausalLM" else "hidden_act"
+    assert read(tmp_path, {key: "swish"}, tiny(architecture)).activation == "silu"
+
+
+@pytest.mark.parametrize("name", ["Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereForCausalLM"])
+def test_command_models_have_bases_of_their_own(tmp_path: Path, name: str) -> None:
+    rope = read(tmp_path, {}, tiny(name)).rope
+    assert rope is not None
+    assert rope.theta == (500000.0 if name == "CohereForCausalLM" else 10000.0)
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
