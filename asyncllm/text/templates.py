@@ -102,13 +102,16 @@ CHATML: dict[str, Any] = {
     "stop_words": ["<|im_end|>"],
 }
 CHATML_UNBROKEN = {**CHATML, "eosys": "<|im_end|>", "eoh": "<|im_end|>", "separator": ""}
+CHATML_ENDED: dict[str, Any] = {**CHATML, "stop_words": ["<|im_end|>", "<|endoftext|>"]}
 LLAMA2: dict[str, Any] = {
     "system": "[INST] <<SYS>>\n",
     "eosys": "\n<</SYS>>\n\n",
     "user": "[INST] ",
     "user_after_system": "",
-    "eoh": " [/INST] ",
-    "eoa": "</s>",
+    "eoh": " [/INST]",
+    "assistant": " ",
+    "generation_prompt": "",
+    "eoa": " </s>",
     "separator": "<s>",
 }
 LLAMA3: dict[str, Any] = {
@@ -154,8 +157,16 @@ MISTRAL_V7: dict[str, Any] = {
     "eoh": "[/INST]",
     "eoa": "</s>",
 }
-MISTRAL: dict[str, Any] = {"user": "[INST] ", "eoh": " [/INST]", "eoa": "</s>"}
+MISTRAL: dict[str, Any] = {
+    "system": "[INST] ",
+    "eosys": "\n\n",
+    "user": "[INST] ",
+    "user_after_system": "",
+    "eoh": " [/INST]",
+    "eoa": "</s>",
+}
 DEEPSEEK: dict[str, Any] = {
+    "eosys": "\n\n",
     "user": "User: ",
     "eoh": "\n\n",
     "assistant": "Assistant: ",
@@ -170,7 +181,7 @@ PHI3: dict[str, Any] = {
     "assistant": "<|assistant|>\n",
     "eoa": "<|end|>",
     "separator": "\n",
-    "stop_words": ["<|end|>", "<|endoftext|>"],
+    "stop_words": ["<|end|>", "<|endoftext|>", "<|assistant|>"],
 }
 COGVLM: dict[str, Any] = {
     "user": "Question: ",
@@ -232,8 +243,9 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "meta_instruction": INTERNVL2_5_SYSTEM,
         "stop_words": ["<|im_start|>", "<|im_end|>"],
     },
-    "qwen": {**CHATML, "meta_instruction": "You are a helpful assistant."},
-    "yi": {**CHATML, "stop_words": ["<|im_end|>", "<|endoftext|>"]},
+    "qwen": {**CHATML_ENDED, "meta_instruction": "You are a helpful assistant."},
+    "qwen3": CHATML_ENDED,
+    "yi": CHATML_ENDED,
     "dbrx": {**CHATML, "meta_instruction": DBRX_SYSTEM},
     "llava-chatml": {**CHATML_UNBROKEN, "meta_instruction": "Answer the questions."},
     "got-ocr2": {**CHATML_UNBROKEN, "meta_instruction": GOT_OCR2_SYSTEM},
@@ -267,14 +279,17 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "mistral-v7": MISTRAL_V7,
     "mixtral": MISTRAL,
     "gemma": {
+        "system": "<start_of_turn>user\n",
+        "eosys": "\n\n",
         "user": "<start_of_turn>user\n",
+        "user_after_system": "",
         "eoh": "<end_of_turn>\n",
         "assistant": "<start_of_turn>model\n",
         "eoa": "<end_of_turn>\n",
         "stop_words": ["<end_of_turn>"],
     },
     "deepseek": DEEPSEEK,
-    "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM, "eosys": "\n\n"},
+    "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM},
     "deepseek-vl2": {
         **DEEPSEEK,
         "start": "<｜begin▁of▁sentence｜>",
@@ -285,7 +300,6 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "janus": {
         **DEEPSEEK,
         "meta_instruction": DEEPSEEK_VL_SYSTEM,
-        "eosys": "\n\n",
         "user": "<|User|>: ",
         "assistant": "<|Assistant|>: ",
         "generation_prompt": "<|Assistant|>:",
@@ -353,8 +367,8 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("QWenLMHeadModel", {}, "qwen"),
     ("Qwen2ForCausalLM", {}, "qwen"),
     ("Qwen2MoeForCausalLM", {}, "qwen"),
-    ("Qwen3ForCausalLM", {}, "qwen"),
-    ("Qwen3MoeForCausalLM", {}, "qwen"),
+    ("Qwen3ForCausalLM", {}, "qwen3"),
+    ("Qwen3MoeForCausalLM", {}, "qwen3"),
     ("YiForCausalLM", {}, "yi"),
     ("LlamaForCausalLM", {"vocab_size": 64000}, "yi"),
     ("LlamaForCausalLM", {"vocab_size": 128256, "rope_scaling.rope_type": "llama3"}, "llama3_1"),

@@ -14,6 +14,8 @@ from asyncllm.types import Message
 from tests.text.conversations import JINJA, turns
 
 WRITES_THE_SPACE = (
+    "llama2",
+    "codellama",
     "deepseek",
     "deepseek-vl",
     "deepseek-vl2",
@@ -23,7 +25,7 @@ WRITES_THE_SPACE = (
     "mini-gemini-vicuna",
     "internvl-zh",
 )
-"""Templates whose prompt ends with "Assistant:", so that the model itself writes the space behind it."""
+"""Templates whose prompt ends with "Assistant:" or "[/INST]", so that the model itself writes the space behind it."""
 CONTINUED = [
     (turns("U"), "A", turns("V")),
     ([{"role": "system", "content": "S"}, *turns("U", "A", "V")], "B\n\nC", turns("W")),

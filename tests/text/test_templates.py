@@ -26,7 +26,7 @@ XCOMPOSER = (
     "[UNUSED_TOKEN_146]assistant\nA[UNUSED_TOKEN_145]\n\n[UNUSED_TOKEN_146]user\nV[UNUSED_TOKEN_145]\n"
     "[UNUSED_TOKEN_146]assistant\n"
 )
-LLAMA2 = "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A</s><s>[INST] V [/INST] "
+LLAMA2 = "[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]"
 LLAMA3 = (
     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
@@ -34,7 +34,7 @@ LLAMA3 = (
 )
 VICUNA = "S USER: U ASSISTANT: A</s>USER: V ASSISTANT: "
 GLM4 = "<|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>\n"
-MISTRAL = "S[INST] U [/INST]A</s>[INST] V [/INST]"
+MISTRAL = "[INST] S\n\nU [/INST]A</s>[INST] V [/INST]"
 DEEPSEEK = "User: U\n\nAssistant: A<｜end▁of▁sentence｜>User: V\n\nAssistant:"
 PHI3 = "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n"
 ULTRA = "User: S</s>\nUser: U</s>\nAssistant: A</s>\nUser: V</s>\nAssistant: "
@@ -45,7 +45,8 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "internvl-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "internvl2-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "internvl2_5": (CHATML, ["<|im_start|>", "<|im_end|>"]),
-    "qwen": (CHATML, ["<|im_end|>"]),
+    "qwen": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "yi": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "dbrx": (CHATML, ["<|im_end|>"]),
     "llava-chatml": (CHATML_UNBROKEN, ["<|im_end|>"]),
@@ -74,14 +75,14 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "mistral-v7": ("[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>[INST]V[/INST]", []),
     "mixtral": (MISTRAL, []),
     "gemma": (
-        "S<start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+        "<start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
         "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n",
         ["<end_of_turn>"],
     ),
-    "deepseek": ("S" + DEEPSEEK, []),
+    "deepseek": ("S\n\n" + DEEPSEEK, []),
     "deepseek-vl": ("S\n\n" + DEEPSEEK, []),
     "deepseek-vl2": (
-        "<｜begin▁of▁sentence｜>S" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
+        "<｜begin▁of▁sentence｜>S\n\n" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
         [],
     ),
     "janus": ("S\n\n" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"), []),
@@ -89,9 +90,9 @@ TABLE: dict[str, tuple[str, list[str]]] = {
         "S### Instruction:\nU\n### Response:\nA\n<|EOT|>\n### Instruction:\nV\n### Response:\n",
         ["<|EOT|>"],
     ),
-    "phi-3": (PHI3, ["<|end|>", "<|endoftext|>"]),
-    "internvl2-phi3": (PHI3, ["<|end|>", "<|endoftext|>"]),
-    "internvl-phi3": (PHI3.replace("<|end|>\n", "<|end|>"), ["<|end|>", "<|endoftext|>"]),
+    "phi-3": (PHI3, ["<|end|>", "<|endoftext|>", "<|assistant|>"]),
+    "internvl2-phi3": (PHI3, ["<|end|>", "<|endoftext|>", "<|assistant|>"]),
+    "internvl-phi3": (PHI3.replace("<|end|>\n", "<|end|>"), ["<|end|>", "<|endoftext|>", "<|assistant|>"]),
     "solar": ("### System:\nS\n\n### User:\nU\n\n### Assistant:\nA### User:\nV\n\n### Assistant:\n", []),
     "yi-vl": ("S### Human: U\n### Assistant:A\n### Human: V\n### Assistant:", ["###"]),
     "cogvlm": (COGVLM, ["</s>"]),
@@ -127,7 +128,7 @@ def test_turns_of_a_session_add_up_to_the_conversation(name: str) -> None:
     first = template.get_prompt("U")
     later = template.get_prompt("V", sequence_start=False)
     # These models write the space behind "Assistant:" themselves.
-    blank = " " if template.generation_prompt else ""
+    blank = " " if template.generation_prompt is not None else ""
     assert first + blank + "A" + template.eoa + later == TABLE[name][0]
 
 
@@ -195,8 +196,8 @@ def test_the_meta_instruction_stands_in_for_a_missing_system_message() -> None:
     assert template.messages2prompt("U") == template.messages2prompt(user) == template.get_prompt("U")
     assert MODELS.build("yi", {}).get_prompt("U").startswith("<|im_start|>user")
     assert MODELS.build("yi", {"meta_instruction": ""}).get_prompt("U").startswith("<|im_start|>system\n<|im_end|>")
-    assert MODELS.build("llama2", {"meta_instruction": None}).get_prompt("U") == "[INST] U [/INST] "
-    assert MODELS.build("codellama", {}).get_prompt("U") == "[INST] U [/INST] "
+    assert MODELS.build("llama2", {"meta_instruction": None}).get_prompt("U") == "[INST] U [/INST]"
+    assert MODELS.build("codellama", {}).get_prompt("U") == "[INST] U [/INST]"
 
 
 def test_consecutive_messages_of_one_role_are_written_one_after_the_other() -> None:
@@ -220,6 +221,7 @@ LLAMA_3 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256}
 @pytest.mark.parametrize(("config", "name"), [
     ({"architectures": ["InternLM2ForCausalLM"]}, "internlm2"),
     ({"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "vicuna"}, "qwen"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, "qwen3"),
     ({"architectures": ["LlamaForCausalLM"], "vocab_size": 32000}, "base"),
     (LLAMA_3, "llama3"),
     ({**LLAMA_3, "rope_scaling": {"rope_type": "llama3"}}, "llama3_1"),
