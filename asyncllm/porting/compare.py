@@ -144,7 +144,7 @@ def _run_theirs(model: nn.Module, ids: Tensor, num_layers: int) -> dict[str, Ten
     for name in _by_layer(modules):
         if calls[name]:
             output = calls[name][0].output
-            found[name] = output[0] if isinstance(output, tuple) else output
+            found[name] = output[0] if isinstance(output, tuple | list) else output
     return {name: each.flatten(0, -2) for name, each in {**found, _LOGITS: logits}.items()}
 
 

@@ -78,7 +78,7 @@ def test_lengths_that_do_not_fit_are_refused(lengths: Any) -> None:
         make_step_context(torch.zeros(2, 4), lengths)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "falcon", "opt", "llama4", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "falcon", "opt", "openai_gpt", "llama4", "mamba"])
 def test_what_is_the_same(family: str) -> None:
     result = compare(folder_of(Case(family, "default")), count=40)
     places = [each.place for each in result.differences]
