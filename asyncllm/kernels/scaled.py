@@ -18,6 +18,7 @@ __all__ = [
     "Rounding",
     "ScaledWeight",
     "expand",
+    "gate_is_fused",
     "linear_rounded",
     "linear_rounded_silu_mul",
     "linear_scaled",
@@ -105,6 +106,15 @@ def linear_rounded(
 def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
     """`silu_mul` of `linear_rounded` -> [T, N // 2] of `dtype`."""
     return silu_mul(_product(codes, scales, weight, None, dtype))
+
+
+@op("linear.scaled:gate_is_fused")
+def gate_is_fused(codes: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> bool:
+    """Return whether `linear_rounded_silu_mul` and rounding take less time than a product and `gate_rounded`.
+
+    So they do for one row, where a kernel that gates and rounds waits for a single multiprocessor.
+    """
+    return len(codes) == 1
 
 
 def _product(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

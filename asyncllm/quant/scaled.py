@@ -161,8 +161,9 @@ class Scaled(LinearMethod):
 
     def product_gated_rounded(self, layer: Weighted, rows: RoundedRows, activation: Activation) -> Tensor | None:
         weight = _weight(layer)
-        # Of one row, a kernel that gates and rounds waits for a single multiprocessor.
-        if activation != "silu" or layer.has_bias or len(rows.codes) != 1 or weight.rounding.grouped:
+        if activation != "silu" or layer.has_bias or weight.rounding.grouped:
+            return None
+        if not kernels.gate_is_fused(rows.codes, weight, dtype=rows.dtype):
             return None
         return kernels.linear_rounded_silu_mul(rows.codes, rows.scales, weight, dtype=rows.dtype)
 

@@ -5,15 +5,41 @@ from __future__ import annotations
 
 from asyncllm.kernels.triton.linear import gated as linear_gated
 from asyncllm.kernels.triton.linear import hopper as linear_hopper
-from asyncllm.kernels.triton.linear import hopper_experts
+from asyncllm.kernels.triton.linear import hopper_experts, hopper_scaled, narrow_scaled
 from asyncllm.kernels.triton.linear.gated import GatedConfig
 from tests.kernels.offline import Case
 
-_NUMBERS = ("token_tiles", "column_tiles", "shares", "steps", "out_size")
+_SCALES = {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
+_NUMBERS = ("token_tiles", "column_tiles", "shares", "steps", "num_tokens", "out_size")
 
 
 def _map(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows}, {columns}],{linear_hopper.LINES!r}>"
+
+
+def _codes_map(kind: str, rows: int) -> str:
+    return f"tensordesc<{kind}[{rows}, {narrow_scaled.LINE}],{narrow_scaled.LINES!r}>"
+
+
+def scaled_case(kind: str, *, shares: bool, gated: bool) -> Case:
+    options = hopper_scaled.compile_options(shares=shares, gated=gated, with_bias=not gated)
+    num_warps, maxnreg = options.pop("num_warps"), options.pop("maxnreg")
+    return Case(
+        name=f"{kind}-{'shares' if shares else 'tiles'}-{'gated' if gated else 'plain'}",
+        kernel=linear_hopper.product_kernel,
+        signature={
+            "x": _codes_map(kind, hopper_scaled.TOKENS),
+            "weight": _codes_map(kind, linear_hopper.WIDTH),
+            "out": _map(linear_hopper.CONSUMER_TOKENS, linear_hopper.WIDTH),
+            "partial": "*i32" if kind == "i8" else "*fp32",
+            "flags": "*i32",
+            **_SCALES,
+            **dict.fromkeys(_NUMBERS, "i32"),
+        },
+        constexprs={**options, "USE_PDL": True},
+        num_warps=num_warps,
+        options={"launch_pdl": True, "maxnreg": maxnreg},
+    )
 
 
 def gated_case(config: GatedConfig) -> Case:
@@ -22,13 +48,14 @@ def gated_case(config: GatedConfig) -> Case:
     width, step, rows = linear_hopper.WIDTH, linear_hopper.STEP, linear_hopper.CONSUMER_TOKENS
     return Case(
         name=f"{'shares' if config.shares else 'tiles'}-{config.tokens}",
-        kernel=linear_hopper.gated_kernel,
+        kernel=linear_hopper.product_kernel,
         signature={
             "x": _map(128 if config.tokens == 128 else rows, step),
             "weight": _map(width, step),
             "out": _map(rows, width),
             "partial": "*fp32",
             "flags": "*i32",
+            **_SCALES,
             **dict.fromkeys(_NUMBERS, "i32"),
         },
         constexprs={**options, "USE_PDL": True},
@@ -68,4 +95,10 @@ CONFIGS = {
 CASES = [
     *(gated_case(config) for config in sorted(CONFIGS, key=repr)),
     *(experts_case(gated) for gated in (True, False)),
+    *(
+        scaled_case(kind, shares=shares, gated=gated)
+        for kind in ("fp8e4nv", "i8")
+        for shares in (False, True)
+        for gated in (True, False)
+    ),
 ]

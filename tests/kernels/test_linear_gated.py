@@ -186,13 +186,14 @@ def test_the_model_finds_a_broken_protocol(broken: str, shares: bool) -> None:
 
 def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
     compiled = offline.compiled("compile_gated")
-    assert len(compiled) == 5
+    assert len(compiled) == 13
     for name, case in compiled.items():
-        assert case.spilled_bytes == 0, name
+        # What plain products of codes spill, scales and a bias, they spill behind their sums.
+        assert case.spilled_bytes <= (96 if "plain" in name and "experts" not in name else 16), name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         # Four products of 16 input features in the first step and in the loop, of each consumer: 64 x 256 for each of
-        # two, twice 64 x 128 for each of three.
-        assert case.wgmma == (48 if name == "tiles-192" else 16), name
+        # two, twice 64 x 128 for each of three, and of integers.
+        assert case.wgmma == (48 if name == "tiles-192" else 32 if name.startswith("i8") else 16), name
         assert case.mma == case.async_copies == 0, name
 
 

@@ -11,12 +11,13 @@ from asyncllm.kernels import Rounding, ScaledWeight
 from asyncllm.kernels.scaled import expand, round_codes
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.linear import scaled as launchers
-from asyncllm.kernels.triton.linear.scaled import LIBRARY, ONE_TOKEN, TILES, multiply
+from asyncllm.kernels.triton.linear.hopper_scaled import product as hopper_product
+from asyncllm.kernels.triton.linear.scaled import LIBRARY, ONE_TOKEN, TILES, HopperConfig, multiply
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.rounded import round_rows
 from tests.kernels import offline
-from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
+from tests.kernels.device import DEVICE, assert_a_graph_repeats, assert_repeatable, fresh_seed, poison, random
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 KINDS = pytest.mark.parametrize(
@@ -245,3 +246,70 @@ def test_long_sums_of_one_sign_keep_their_digits() -> None:
     codes, scales, _ = round_rows(x, weight.rounding)
     wanted = codes.double().sum(1) * 1.125 * scales[:, 0].double()
     torch.testing.assert_close(kernels.linear_scaled(x, weight)[:, 0].double(), wanted, rtol=1e-3, atol=0)
+
+
+N, K = 1416, 1040
+"""Neither 256 rows of a weight nor 128 features divide these evenly."""
+HOPPER = pytest.mark.parametrize("config", [HopperConfig(), HopperConfig(shares=True)], ids=["tiles", "shares"])
+BITS = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
+
+
+def many(codes: Tensor, scales: Tensor, weight: ScaledWeight, config: HopperConfig, *, gated: bool) -> Tensor:
+    """With NaN in the memory that results and partial sums are allocated in; counters are left at zero."""
+    n = weight.codes.shape[0] // 2 if gated else weight.codes.shape[0]
+    poison((len(codes), n), dtype=torch.bfloat16)
+    out = torch.empty(len(codes), n, dtype=torch.bfloat16, device=DEVICE)
+    if config.shares:
+        poison((132 * 2 * 2 * 64 * 128,), dtype=torch.float32)
+    hopper_product(codes, scales, weight, None, out, shares=config.shares, gated=gated)
+    assert not zero_counters(codes.device).any()
+    return out
+
+
+@pytest.mark.gpu
+@HOPPER
+@BITS
+@pytest.mark.parametrize("tokens", [1, 65, 128, 129, 256, 257, 1000, 4097])
+def test_many_tokens_on_hopper(tokens: int, dtype: torch.dtype, config: HopperConfig) -> None:
+    weight, bias = scaled_weight(N, K, dtype, grouped=False), random(N, seed=5, dtype=torch.bfloat16)
+    codes, scales, _ = round_rows(random(tokens, K, seed=fresh_seed(), dtype=torch.bfloat16), weight.rounding)
+    plain = assert_repeatable(lambda: many(codes, scales, weight, config, gated=False))
+    wanted, magnitude = expected(codes, scales, weight)
+    # Tensor cores keep some 14 bits of sums of fp8.
+    assert_close(plain, wanted, magnitude)
+    biased = torch.full_like(plain, torch.nan)
+    hopper_product(codes, scales, weight, bias, biased, shares=config.shares, gated=False)
+    assert_close(biased, wanted + bias.cpu().double(), magnitude + bias.cpu().double().abs())
+    gated = assert_repeatable(lambda: many(codes, scales, weight, config, gated=True))
+    torch.testing.assert_close(gated.float(), kernels.silu_mul(plain).float(), atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@HOPPER
+@BITS
+def test_rows_do_not_see_each_other_on_hopper(dtype: torch.dtype, config: HopperConfig) -> None:
+    weight = scaled_weight(N, K, dtype, grouped=False)
+    x = random(300, K, seed=fresh_seed(), dtype=torch.bfloat16)
+    alone = many(*round_rows(x, weight.rounding)[:2], weight, config, gated=True)
+    others = x.clone()
+    others[:137], others[138:200], others[200], others[201:] = 3.0, -x[138:200], torch.nan, 7.0
+    y = many(*round_rows(others, weight.rounding)[:2], weight, config, gated=True)
+    assert torch.equal(y[137], alone[137])
+    assert y[200].isnan().all()
+    assert y[:200].isfinite().all()
+    assert y[201:].isfinite().all()
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_graph_of_products_on_hopper(config: HopperConfig) -> None:
+    """Launched in a row, each on what the one before has stored: the weights come early, the tokens must not."""
+    weight = scaled_weight(1024, 512, FP8, grouped=False)
+
+    def product(x: Tensor) -> Tensor:
+        codes, scales, _ = round_rows(x, weight.rounding)
+        out = torch.empty(len(x), 512, dtype=torch.bfloat16, device=DEVICE)
+        hopper_product(codes, scales, weight, None, out, shares=config.shares, gated=True)
+        return out
+
+    assert_a_graph_repeats(random(256, 512, seed=fresh_seed(), dtype=torch.bfloat16), product, product)

@@ -1,10 +1,12 @@
-"""silu(x gate^T) * (x up^T) for Hopper in one kernel, in Gluon: the gate is applied before anything leaves registers.
+"""Products of many tokens for Hopper, in Gluon: silu(x gate^T) * (x up^T), with the gate applied before anything leaves
+registers, and plain x weight^T. Operands are of 16 bits, or codes of 8 bits with scales.
 
 A block has one warp that fetches (the producer) and two or three warpgroups that multiply (the consumers). A tile is
-128 or 192 tokens by 128 gate rows and the 128 up rows that belong to them, so that each consumer holds the gate and the
-up values of its 64 tokens in one accumulator of 64 x 256, and only 64 x 128 results are stored. The producer keeps a
-ring of STAGES full, each stage with one step of 64 along the input size: the tokens' part and the two halves of the
-weight's part, copied by TMA, which also fills what lies beyond the last token with zeros and leaves it out of a store.
+128 or 192 tokens by 256 rows of the weight: 128 gate rows and the 128 up rows that belong to them, or 256 neighbours.
+So each consumer holds the gate and the up values of its 64 tokens in one accumulator of 64 x 256, and stores 64 x 128
+results, or both halves of a plain product, one after the other. The producer keeps a ring of STAGES full, each stage
+with one step of 128 bytes along the input size: the tokens' part and the two halves of the weight's part, copied by
+TMA, which also fills what lies beyond the last token with zeros and leaves it out of a store.
 
 Barriers, one pair per stage, each with a phase bit that flips when it completes:
 
@@ -21,6 +23,9 @@ begin and end inside a tile. The consumer that has a tile's first step owns the 
 `partial` and then set their flag (release); the owner waits for each flag (acquire), adds the sums in the order of the
 steps, so that runs repeat bit by bit, and puts the flag back to zero: flags are zero between launches. An owner's block
 has a higher number than those that it waits for, which have therefore been started before it.
+
+Codes are summed in int32 or, as the library does, in the tensor cores' own float32 of some 14 bits; the sums become
+numbers by the scales of their tokens and of their rows of the weight. int32 sums travel between blocks as they are.
 
 Registers: a consumer needs 128 for the accumulator and as many again to add another block's sums or to apply the gate,
 so with two of them each gets 240 and the producer 24. Three get 160 each, and multiply 128 columns at a time: ptxas has
@@ -58,13 +63,14 @@ __all__ = [
     "STEP",
     "WIDTH",
     "compile_options",
-    "gated_kernel",
     "gated_product",
     "gated_results",
+    "launch_product",
     "multiply_steps",
     "next_stage",
     "places",
     "processors",
+    "product_kernel",
     "share_of",
     "store_tile",
     "synchronize",
@@ -76,10 +82,10 @@ CONSUMER_TOKENS = 64
 """Tokens of one consumer."""
 
 WIDTH = 128
-"""Results per token of a tile: as many gate rows, and as many up rows."""
+"""Rows of the weight of half a tile: gate rows, or as many up rows."""
 
 STEP = 64
-"""Input features of a stage: 128 bytes, one line of the swizzled layout."""
+"""Input features of a stage, of 16 bits: 128 bytes, one line of the swizzled layout."""
 
 TOKENS_TOGETHER = 2048
 """Tokens whose tiles follow one another for the same weights, so that these come from the L2 cache."""
@@ -135,31 +141,38 @@ def _load_tokens(x, tokens_memory, full, stage, token_tile, step):
 
 
 @gluon.jit
-def _load_weights(weight, halves, full, stage, column_tile, step, out_size):
-    """Gate rows beside the up rows that belong to them."""
+def _load_weights(weight, halves, full, stage, column_tile, step, out_size, GATED: gl.constexpr):
+    """Gate rows and the up rows that belong to them, or twice as many rows beside each other."""
     ROWS: gl.constexpr = halves.shape[1]
     K: gl.constexpr = halves.shape[2]
-    gate = column_tile * ROWS
-    tma.async_copy_global_to_shared(weight, [gate, step * K], full.index(stage), halves.index(2 * stage))
-    tma.async_copy_global_to_shared(weight, [out_size + gate, step * K], full.index(stage), halves.index(2 * stage + 1))
+    if GATED:
+        first = column_tile * ROWS
+        second = first + out_size
+    else:
+        first = column_tile * 2 * ROWS
+        second = first + ROWS
+    tma.async_copy_global_to_shared(weight, [first, step * K], full.index(stage), halves.index(2 * stage))
+    tma.async_copy_global_to_shared(weight, [second, step * K], full.index(stage), halves.index(2 * stage + 1))
 
 
 @gluon.jit
 def _load_steps(
     x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin, end, stage, phase, out_size,
-    BYTES: gl.constexpr,
+    BYTES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     for step in range(begin, end):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _load_weights(weight, halves, full, stage, column_tile, step, out_size)
+        _load_weights(weight, halves, full, stage, column_tile, step, out_size, GATED)
         _load_tokens(x, tokens_memory, full, stage, token_tile, step)
         stage, phase = next_stage(stage, phase, full.shape[0])
     return stage, phase
 
 
 @gluon.jit
-def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr, USE_PDL: gl.constexpr):
+def _produce(
+    work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr
+):
     x, weight, tokens_memory, halves, full, empty, token_tiles, column_tiles, shares, steps, out_size = work
     STAGES: gl.constexpr = full.shape[0]
     block = gl.program_id(0)
@@ -175,7 +188,7 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
     first = min(end - begin, STAGES)
     for stage in range(first):
         mbarrier.expect(full.index(stage), BYTES)
-        _load_weights(weight, halves, full, stage, column_tile, begin + stage, out_size)
+        _load_weights(weight, halves, full, stage, column_tile, begin + stage, out_size, GATED)
     wait_for_producers(USE_PDL)
     for stage in range(first):
         _load_tokens(x, tokens_memory, full, stage, token_tile, begin + stage)
@@ -184,7 +197,7 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
     phase = first // STAGES
     stage, phase = _load_steps(
         x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, begin + first, end, stage, phase,
-        out_size, BYTES,
+        out_size, BYTES, GATED,
     )  # fmt: skip
     if SHARES:
         at += end - begin
@@ -192,7 +205,7 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
             end = min(steps, stop - at)
             stage, phase = _load_steps(
                 x, weight, tokens_memory, halves, full, empty, token_tile, at // steps, 0, end, stage, phase, out_size,
-                BYTES,
+                BYTES, GATED,
             )  # fmt: skip
             at += end
     else:
@@ -200,19 +213,20 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexp
             token_tile, column_tile = tile_place(tile, token_tiles, column_tiles, GROUP)
             stage, phase = _load_steps(
                 x, weight, tokens_memory, halves, full, empty, token_tile, column_tile, 0, steps, stage, phase,
-                out_size, BYTES,
+                out_size, BYTES, GATED,
             )  # fmt: skip
 
 
 @gluon.jit
 def multiply_steps(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, stage, phase, ACC: gl.constexpr):
-    """Return sums over the steps begin to end - 1, at least one: gate and up [64, WIDTH] float32 each, and the next
-    stage and phase."""
+    """Return sums over the steps begin to end - 1, at least one: both halves [64, WIDTH], in int32 for integers and
+    else in float32, and the next stage and phase."""
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = tokens.shape[0] // STAGES
     ROWS: gl.constexpr = tokens.shape[1]
     COLUMNS: gl.constexpr = weights.shape[1]
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, ACC)
+    SUMS: gl.constexpr = gl.int32 if tokens.dtype == gl.int8 else gl.float32
+    acc = gl.zeros([ROWS, COLUMNS], SUMS, ACC)
     mbarrier.wait(full.index(stage), phase)
     w = weights.index(stage).permute((1, 0))
     acc = warpgroup_mma(tokens.index(CONSUMERS * stage + CONSUMER), w, acc, use_acc=False, is_async=True)
@@ -229,8 +243,8 @@ def multiply_steps(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, 
         stage, phase = next_stage(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(before), count=1)
-    gate, up = acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-    return gate, up, stage, phase
+    first, second = acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+    return first, second, stage, phase
 
 
 @gluon.jit
@@ -262,6 +276,48 @@ def store_tile(finished, results, out, row, column):
 
 
 @gluon.jit
+def _scaled(half, x_scales, weight_scales, row, column, num_tokens, out_size):
+    """Sums of codes [64, WIDTH] -> float32, times the scales of tokens and of rows of the weight."""
+    token = row + gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))
+    feature = column + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
+    of_token = gl.load(x_scales + token, mask=token < num_tokens, other=0.0)
+    own = gl.load(weight_scales + feature, mask=feature < out_size, other=0.0)
+    return half.to(gl.float32) * own[None, :] * of_token[:, None]
+
+
+@gluon.jit
+def _plain_results(half, scales, row, column, dtype: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr):
+    x_scales, weight_scales, bias, num_tokens, out_size = scales
+    if SCALED:
+        half = _scaled(half, x_scales, weight_scales, row, column, num_tokens, out_size)
+    if HAS_BIAS:
+        feature = column + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
+        half += gl.load(bias + feature, mask=feature < out_size, other=0.0).to(gl.float32)[None, :]
+    return half.to(dtype)
+
+
+@gluon.jit
+def _store_results(
+    first, second, scales, results, out, row, column_tile,
+    GATED: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Complete sums of a consumer's tokens, which begin at `row` -> out."""
+    WIDTH: gl.constexpr = results.shape[1]
+    if GATED:
+        x_scales, weight_scales, _, num_tokens, out_size = scales
+        column = column_tile * WIDTH
+        if SCALED:
+            first = _scaled(first, x_scales, weight_scales, row, column, num_tokens, out_size)
+            second = _scaled(second, x_scales, weight_scales + out_size, row, column, num_tokens, out_size)
+        store_tile(gated_results(first, second, out.dtype), results, out, row, column)
+    else:
+        column = column_tile * 2 * WIDTH
+        store_tile(_plain_results(first, scales, row, column, out.dtype, SCALED, HAS_BIAS), results, out, row, column)
+        column += WIDTH
+        store_tile(_plain_results(second, scales, row, column, out.dtype, SCALED, HAS_BIAS), results, out, row, column)
+
+
+@gluon.jit
 def places(half):
     """Return where the elements of half [64, WIDTH] lie in a stored sum: in blocks of 8 x 8, one for each store of a
     warp."""
@@ -281,8 +337,8 @@ def wait_for_flag(flag):
 
 @gluon.jit
 def _consume_share(
-    out, tokens, weights, results, full, empty, partial, flags, token_tiles, column_tiles, shares, steps,
-    CONSUMER: gl.constexpr, ACC: gl.constexpr,
+    out, tokens, weights, results, full, empty, partial, flags, scales, token_tiles, column_tiles, shares, steps,
+    CONSUMER: gl.constexpr, ACC: gl.constexpr, GATED: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = tokens.shape[0] // full.shape[0]
     ROWS: gl.constexpr = tokens.shape[1]
@@ -297,12 +353,14 @@ def _consume_share(
         column_tile = at // steps
         begin = at % steps
         end = min(steps, begin + stop - at)
-        gate, up, stage, phase = multiply_steps(tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC)
-        inside = places(gate)
+        first, second, stage, phase = multiply_steps(
+            tokens, weights, full, empty, CONSUMER, begin, end, stage, phase, ACC
+        )
+        inside = places(first)
         if begin > 0:
             mine = block * CONSUMERS + CONSUMER
-            gl.store(partial + mine * 2 * HALF + inside, gate)
-            gl.store(partial + (mine * 2 + 1) * HALF + inside, up)
+            gl.store(partial + mine * 2 * HALF + inside, first)
+            gl.store(partial + (mine * 2 + 1) * HALF + inside, second)
             # All threads have stored before one of them sets the flag.
             synchronize()
             gl.atomic_xchg(flags + mine, 1, sem="release", scope="gpu")
@@ -312,59 +370,72 @@ def _consume_share(
                 other += 1
                 theirs = ((shares - 1 - other) * token_tiles + token_tile) * CONSUMERS + CONSUMER
                 wait_for_flag(flags + theirs)
-                gate += gl.load(partial + theirs * 2 * HALF + inside, cache_modifier=".cg")
-                up += gl.load(partial + (theirs * 2 + 1) * HALF + inside, cache_modifier=".cg")
+                first += gl.load(partial + theirs * 2 * HALF + inside, cache_modifier=".cg")
+                second += gl.load(partial + (theirs * 2 + 1) * HALF + inside, cache_modifier=".cg")
                 synchronize()
                 gl.store(flags + theirs, 0)
-            store_tile(gated_results(gate, up, out.dtype), results, out, row, column_tile * results.shape[1])
+            _store_results(first, second, scales, results, out, row, column_tile, GATED, SCALED, HAS_BIAS)
         at += end - begin
 
 
 @gluon.jit
-def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr):
-    out, tokens, weights, all_results, full, empty, partial, flags, token_tiles, column_tiles, shares, steps = work
+def _consume(
+    work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr, SCALED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    (
+        out, tokens, weights, all_results, full, empty, partial, flags, scales, token_tiles, column_tiles, shares, steps
+    ) = work  # fmt: skip
     CONSUMERS: gl.constexpr = tokens.shape[0] // full.shape[0]
     ROWS: gl.constexpr = tokens.shape[1]
-    COLUMNS: gl.constexpr = weights.shape[1] if CONSUMERS == 2 else weights.shape[1] // 2
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    # Triton has no product of 256 columns for integers.
+    WHOLE: gl.constexpr = CONSUMERS == 2 and tokens.dtype != gl.int8
+    COLUMNS: gl.constexpr = weights.shape[1] if WHOLE else weights.shape[1] // 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 if SCALED else 16])
     results = all_results.index(CONSUMER)
     if SHARES:
         _consume_share(
-            out, tokens, weights, results, full, empty, partial, flags, token_tiles, column_tiles, shares, steps,
-            CONSUMER, ACC,
+            out, tokens, weights, results, full, empty, partial, flags, scales, token_tiles, column_tiles, shares,
+            steps, CONSUMER, ACC, GATED, SCALED, HAS_BIAS,
         )  # fmt: skip
     else:
         stage = 0
         phase = 0
         for tile in range(gl.program_id(0), token_tiles * column_tiles, gl.num_programs(0)):
             token_tile, column_tile = tile_place(tile, token_tiles, column_tiles, GROUP)
-            gate, up, stage, phase = multiply_steps(tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC)
+            first, second, stage, phase = multiply_steps(
+                tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC
+            )
             row = (token_tile * CONSUMERS + CONSUMER) * ROWS
-            store_tile(gated_results(gate, up, out.dtype), results, out, row, column_tile * results.shape[1])
+            _store_results(first, second, scales, results, out, row, column_tile, GATED, SCALED, HAS_BIAS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["token_tiles", "column_tiles", "shares", "steps", "out_size"])
-def gated_kernel(
-    x, weight, out, partial, flags, token_tiles, column_tiles, shares, steps, out_size,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr, USE_PDL: gl.constexpr,
+@gluon.jit(do_not_specialize=["token_tiles", "column_tiles", "shares", "steps", "num_tokens", "out_size"])
+def product_kernel(
+    x, weight, out, partial, flags, x_scales, weight_scales, bias, token_tiles, column_tiles, shares, steps, num_tokens,
+    out_size,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SHARES: gl.constexpr, GATED: gl.constexpr,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """x [T, K], weight [2 * out_size, K] and out [T, out_size] are tensor descriptors of 16-bit numbers, in blocks of
-    [128, STEP] ([64, STEP] with three consumers), [WIDTH, STEP] and [64, WIDTH].
+    """x [num_tokens, K], weight [out_size, K], or [2 * out_size, K] with GATED, and out [num_tokens, out_size] are
+    tensor descriptors, the first two of 16-bit numbers in blocks of 128 and WIDTH rows by STEP features, or with SCALED
+    of codes by 128; x has blocks of 64 rows with three consumers, and out those of [64, WIDTH].
 
-    partial: float32 [blocks, CONSUMERS, 2, 64, WIDTH]. flags: int32 [blocks, CONSUMERS], zero before and after. Without
-    SHARES neither is read.
+    x_scales [num_tokens] and weight_scales, one for each row of the weight, float32: of codes. bias [out_size]: of
+    plain products. partial: float32, of integers int32 [blocks, CONSUMERS, 2, 64, WIDTH]. flags: int32 [blocks,
+    CONSUMERS], zero before and after. Without SHARES neither is read.
     """
     dtype: gl.constexpr = x.dtype
     LOADED: gl.constexpr = x.block_type.shape[0]
     K: gl.constexpr = x.block_type.shape[1]
     WIDTH: gl.constexpr = weight.block_type.shape[0]
     ROWS: gl.constexpr = out.block_type.shape[0]
-    BYTES: gl.constexpr = (CONSUMERS * ROWS + 2 * WIDTH) * K * 2
+    BYTES: gl.constexpr = (CONSUMERS * ROWS + 2 * WIDTH) * K * (1 if SCALED else 2)
     COPIES: gl.constexpr = CONSUMERS * ROWS // LOADED
     tokens_memory = gl.allocate_shared_memory(dtype, [COPIES * STAGES, LOADED, K], x.layout)
     weights = gl.allocate_shared_memory(dtype, [STAGES, 2 * WIDTH, K], weight.layout)
-    results = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, WIDTH], out.layout)
+    results = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, WIDTH], out.layout)
     tokens = tokens_memory._reinterpret(dtype, [CONSUMERS * STAGES, ROWS, K], x.layout)
     halves = weights._reinterpret(dtype, [2 * STAGES, WIDTH, K], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -374,14 +445,17 @@ def gated_kernel(
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     synchronize()
+    scales = (x_scales, weight_scales, bias, num_tokens, out_size)
     produce = (x, weight, tokens_memory, halves, full, empty, token_tiles, column_tiles, shares, steps, out_size)
-    consume = (out, tokens, weights, results, full, empty, partial, flags, token_tiles, column_tiles, shares, steps)
+    consume = (
+        out, tokens, weights, results, full, empty, partial, flags, scales, token_tiles, column_tiles, shares, steps
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (consume, 0, GROUP, SHARES)),
-                (_consume, (consume, 1, GROUP, SHARES)),
-                (_produce, (produce, BYTES, GROUP, SHARES, USE_PDL)),
+                (_consume, (consume, 0, GROUP, SHARES, GATED, SCALED, HAS_BIAS)),
+                (_consume, (consume, 1, GROUP, SHARES, GATED, SCALED, HAS_BIAS)),
+                (_produce, (produce, BYTES, GROUP, SHARES, GATED, USE_PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -389,17 +463,19 @@ def gated_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (consume, 0, GROUP, SHARES)),
-                (_consume, (consume, 1, GROUP, SHARES)),
-                (_consume, (consume, 2, GROUP, SHARES)),
-                (_produce, (produce, BYTES, GROUP, SHARES, USE_PDL)),
+                (_consume, (consume, 0, GROUP, SHARES, GATED, SCALED, HAS_BIAS)),
+                (_consume, (consume, 1, GROUP, SHARES, GATED, SCALED, HAS_BIAS)),
+                (_consume, (consume, 2, GROUP, SHARES, GATED, SCALED, HAS_BIAS)),
+                (_produce, (produce, BYTES, GROUP, SHARES, GATED, USE_PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],
         )
 
 
-def compile_options(tokens: int, *, shares: bool) -> dict[str, Any]:
+def compile_options(
+    tokens: int, *, shares: bool, gated: bool = True, scaled: bool = False, with_bias: bool = False
+) -> dict[str, Any]:
     """Constexprs (but for USE_PDL) and launch options for tiles of 128 or 192 tokens."""
     consumers = tokens // CONSUMER_TOKENS
     return {
@@ -407,6 +483,9 @@ def compile_options(tokens: int, *, shares: bool) -> dict[str, Any]:
         "STAGES": 4 if consumers == 2 else 3,
         "GROUP": -(-TOKENS_TOGETHER // tokens),
         "SHARES": shares,
+        "GATED": gated,
+        "SCALED": scaled,
+        "HAS_BIAS": with_bias,
         "num_warps": 4,
         # What 12 or 16 warps (the producer's are rounded up to 4) may have of 65,536 before they share them out anew.
         "maxnreg": 168 if consumers == 2 else 128,
@@ -419,34 +498,51 @@ def gated_product(x: Tensor, weight: Tensor, tokens: int, *, shares: bool) -> Te
     16-bit, contiguous, aligned to 16 bytes; K is a multiple of 8, N of 8, T at least 1. With `shares`, T is at most
     `tokens` times the number of multiprocessors.
     """
-    rows, in_size = x.shape
-    out_size = weight.shape[0] // 2
-    out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
-    token_tiles, column_tiles, steps = -(-rows // tokens), -(-out_size // WIDTH), -(-in_size // STEP)
-    at_once = processors(x.device)
-    if shares:
-        count = min(at_once // token_tiles, column_tiles * steps)
-        blocks = count * token_tiles
-        consumers = tokens // CONSUMER_TOKENS
-        sums = blocks * consumers * 2 * CONSUMER_TOKENS * WIDTH
-        partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-        flags = zero_counters(x.device)
-    else:
-        count, blocks = 1, min(at_once, token_tiles * column_tiles)
-        partial = flags = out
+    out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    loaded = CONSUMER_TOKENS if tokens % 128 else 128
     maps = (
-        TensorMap(x, (CONSUMER_TOKENS if tokens % 128 else 128, STEP), LINES),
+        TensorMap(x, (loaded, STEP), LINES),
         TensorMap(weight, (WIDTH, STEP), LINES),
         TensorMap(out, (CONSUMER_TOKENS, WIDTH), LINES),
     )
-    numbers = (token_tiles, column_tiles, count, steps, out_size)
-    _configured(tokens, shares)((blocks, 1, 1), (partial, flags), numbers, maps)
+    launch_product(_configured(tokens, shares), maps, (out, out, out), tokens, shares=shares, sums=torch.float32)
     return out
 
 
 @functools.cache
 def _configured(tokens: int, shares: bool) -> Configured:
-    return Configured(gated_kernel, **compile_options(tokens, shares=shares))
+    return Configured(product_kernel, **compile_options(tokens, shares=shares))
+
+
+def launch_product(
+    kernel: Configured,
+    maps: tuple[TensorMap, TensorMap, TensorMap],
+    scales: tuple[Tensor, Tensor, Tensor],
+    tokens: int,
+    *,
+    shares: bool,
+    sums: torch.dtype,
+) -> None:
+    """Launch `product_kernel` for x, the weight and the results of `maps`, in tiles of `tokens`. `scales` are those of
+    x and of the weight, and the bias; `sums` is the type of another block's sums."""
+    x, weight, out = (each.base for each in maps)
+    num_tokens, in_size = x.shape
+    out_size = out.shape[1]
+    width = WIDTH if weight.shape[0] == 2 * out_size else 2 * WIDTH
+    token_tiles, column_tiles = -(-num_tokens // tokens), -(-out_size // width)
+    steps = -(-in_size // maps[0].block_shape[1])
+    at_once = processors(x.device)
+    if shares:
+        count = min(at_once // token_tiles, column_tiles * steps)
+        blocks = count * token_tiles
+        size = blocks * tokens * 2 * WIDTH
+        partial = torch.empty(size, dtype=sums, device=x.device)
+        flags = zero_counters(x.device)
+    else:
+        count, blocks = 1, min(at_once, token_tiles * column_tiles)
+        partial = flags = out
+    numbers = (token_tiles, column_tiles, count, steps, num_tokens, out_size)
+    kernel((blocks, 1, 1), (partial, flags, *scales), numbers, maps)
 
 
 @functools.cache

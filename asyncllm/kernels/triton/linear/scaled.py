@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,9 @@ __all__ = [
     "TILES",
     "WIDE",
     "Config",
+    "HopperConfig",
     "choose",
+    "gate_is_fused",
     "linear_rounded",
     "linear_rounded_silu_mul",
     "linear_scaled",
@@ -67,7 +69,14 @@ LIBRARY: Literal["library"] = "library"
 LIBRARY_TOKENS = 65
 """From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
 
-Config = Tile | GemvConfig | NarrowConfig | Literal["library"]
+
+class HopperConfig(NamedTuple):
+    """How `hopper_scaled.py` divides the work: whole tiles, or equal `shares`."""
+
+    shares: bool = False
+
+
+Config = Tile | GemvConfig | NarrowConfig | HopperConfig | Literal["library"]
 
 Table = Mapping[tuple[int, int], tuple[tuple[int, Config], ...]]
 
@@ -257,11 +266,33 @@ def linear_rounded(
 
 def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
     config = choose(codes, weight, dtype)
+    if not isinstance(config, GemvConfig | HopperConfig):
+        return silu_mul(_product(codes, scales, weight, None, dtype, None))
+    out = torch.empty((len(codes), weight.codes.shape[0] // 2), dtype=dtype, device=codes.device)
     if isinstance(config, GemvConfig):
-        out = torch.empty((1, weight.codes.shape[0] // 2), dtype=dtype, device=codes.device)
         multiply_one(codes, scales, weight, None, config, out, gated=True)
-        return out
-    return silu_mul(_product(codes, scales, weight, None, dtype, None))
+    else:
+        _multiply_many(codes, scales, weight, None, config, out, gated=True)
+    return out
+
+
+def gate_is_fused(codes: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> bool:
+    return len(codes) == 1 or isinstance(choose(codes, weight, dtype), HopperConfig)
+
+
+def _multiply_many(
+    codes: Tensor,
+    scales: Tensor,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    config: HopperConfig,
+    out: Tensor,
+    *,
+    gated: bool = False,
+) -> None:
+    from asyncllm.kernels.triton.linear.hopper_scaled import product
+
+    product(codes, scales, weight, bias, out, shares=config.shares, gated=gated)
 
 
 def _product(
@@ -282,6 +313,8 @@ def _product(
         from asyncllm.kernels.triton.linear.narrow_scaled import narrow_scaled
 
         narrow_scaled(codes, scales, weight, bias, config, out)
+    elif isinstance(config, HopperConfig):
+        _multiply_many(codes, scales, weight, bias, config, out)
     elif tokens:
         multiply(codes, scales, weight, bias, config, out)
     return out
