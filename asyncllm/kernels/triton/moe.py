@@ -217,8 +217,8 @@ def grouped_matmul_kernel(
         return
     assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS, False)
     is_filled = assignments < num_assignments
-    # Padding computes the first row once more, and rows beyond the weights the last one: that costs nothing and keeps
-    # masks out of the loop.
+    # Padding loads nothing: a row that every program reads for it is one place in the L2 cache, for which all of them
+    # queue. Rows beyond the weights compute the last one once more, which costs nothing.
     x_row = tl.where(is_filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
     weight_row = rows_of(first_output, OUTPUTS, TILE_ROWS, SWIGLU)
 
@@ -229,10 +229,10 @@ def grouped_matmul_kernel(
     for start in range(0, COLUMNS, TILE_DEPTH):
         if COLUMNS % TILE_DEPTH == 0:
             weight = tl.load(weight_ptrs)
-            x = tl.load(x_ptrs)
+            x = tl.load(x_ptrs, mask=is_filled[None, :], other=0.0)
         else:
             weight = tl.load(weight_ptrs, mask=depth[None, :] < COLUMNS - start, other=0.0)
-            x = tl.load(x_ptrs, mask=depth[:, None] < COLUMNS - start, other=0.0)
+            x = tl.load(x_ptrs, mask=is_filled[None, :] & (depth[:, None] < COLUMNS - start), other=0.0)
         total = dot(weight, x, total)
         weight_ptrs += TILE_DEPTH
         x_ptrs += TILE_DEPTH

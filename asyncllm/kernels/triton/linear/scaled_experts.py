@@ -49,7 +49,7 @@ def scaled_experts_kernel(
         tl.where(own == 0, block, num_assignments) if UNGROUPED else tl.load(assignments_ptr + block * BLOCK_M + own)
     )
     filled = assignments < num_assignments
-    # Padding computes the first row once more; its results are not stored.
+    # As in `moe.grouped_matmul_kernel`, padding loads nothing.
     x_row = tl.where(filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
     lane = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + expert * (N * K) + read[:, None].to(tl.int64) * K + lane[None, :]
@@ -61,10 +61,10 @@ def scaled_experts_kernel(
         first = step * BLOCK_K
         if EVEN_K:
             w = tl.load(w_ptrs + first)
-            x = tl.load(x_ptrs + first)
+            x = tl.load(x_ptrs + first, mask=filled[:, None], other=0.0)
         else:
             w = tl.load(w_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
-            x = tl.load(x_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
+            x = tl.load(x_ptrs + first, mask=filled[:, None] & (first + lane < K)[None, :], other=0.0)
         if GROUPS > 1:
             none = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER else tl.float32)
             scales = tl.load(scales_ptr + step * N + read)
