@@ -101,7 +101,6 @@ CASES = [
     *(product_case(scaled.TILES[index]) for index in (0, 2, 3)),
     product_case(scaled.TILES[3], grouped=True),
     product_case(scaled.TILES[3], integer=True),
-    product_case(scaled.WIDE, integer=True),
     product_case(scaled.TILES[0], k=4000),
     one_token_case(),
     one_token_case(integer=True),

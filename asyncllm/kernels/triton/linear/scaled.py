@@ -26,10 +26,10 @@ from asyncllm.kernels.triton.rounded import round_rows
 
 __all__ = [
     "LIBRARY",
+    "MORE_OF_INT8",
     "ONE_TOKEN",
     "TABLES",
     "TILES",
-    "WIDE",
     "Config",
     "HopperConfig",
     "choose",
@@ -53,13 +53,6 @@ TILES = (
 of activations and with sums left to the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token,
 68 with 16, 76 with 64, where cuBLAS in bfloat16 takes 122, 121 and 128. As they are here, nothing is measured."""
 
-WIDE = Tile(128, 256, 8, 3)
-"""Of int8 where such tiles keep all multiprocessors busy: 830 us for the four products with 2,048 tokens on an H200,
-1,015 in tiles of 128 by 128. Sums of fp8 and of groups have no room for it."""
-
-_BUSY = 132
-"""Multiprocessors of an H200."""
-
 ONE_TOKEN = GemvConfig(4, 4096, warps=8)
 """Of one token, for shapes without an entry of so many input features at most, and more than half as many: tiles for 16
 tokens take a sixth longer."""
@@ -68,6 +61,18 @@ LIBRARY: Literal["library"] = "library"
 
 LIBRARY_TOKENS = 65
 """From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
+
+HOPPER_TOKENS = 129
+"""From so many tokens on, and of a wide weight earlier, `hopper_scaled.py` multiplies what cuBLAS does not: 653 us for
+the four products of a Llama-3-8B layer with 2,048 tokens in int8 on an H200, where tiles of 128 by 256 without a warp
+that fetches take 830."""
+
+_PROCESSORS = 132
+"""Multiprocessors of an H200."""
+
+_FULL = 0.9
+"""Share of the multiprocessors that work to the end, below which tiles are divided into shares: 8 % less time at 512
+tokens for 28672 x 4096, and half of it at 256 for 4096 x 14336."""
 
 
 class HopperConfig(NamedTuple):
@@ -110,8 +115,21 @@ TABLES: dict[str, Table] = {
     }
 }
 """By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers goes to `TILES` and the library. Figures are fp8, weights in turn, and those of a layer with attention to 300
-tokens a row; Triton 3.6.0, CUDA 13.0. With int8 the order is the same up to 64 rows, and figures within 5 %."""
+covers goes to the library, `hopper_scaled.py` and `TILES`. Figures are fp8, weights in turn, and those of a layer with
+attention to 300 tokens a row; Triton 3.6.0, CUDA 13.0. With int8 the order is the same up to 64 rows, and figures
+within 5 %."""
+
+MORE_OF_INT8: dict[str, Table] = {
+    "NVIDIA H200": {
+        (6144, 4096): (
+            (128, NarrowConfig(64, 1, 9)),  # 15.5 us at 80 tokens, 17.5 at 128; `hopper_scaled.py` 23
+            (192, HopperConfig(shares=True)),  # 22.1 us; tiles of 128 by 128 32.5
+            (256, TILES[3]),  # 20.3 us; 22.1
+        ),
+        (4096, 4096): ((256, NarrowConfig(64, 1, 9)),),  # 14.1 us at 80, 17.1 at 256; `hopper_scaled.py` 20.6
+    }
+}
+"""What int8, for which there is no library, has behind the entries of `TABLES`."""
 
 
 def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
@@ -119,9 +137,9 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
     tokens, (n, k) = len(codes), weight.codes.shape
     # cuBLAS has this for Hopper and bfloat16 alone; its sums of fp8 keep some 14 bits until they are complete.
     library = tokens > 0 and codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
-    library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and _has_library(codes.device)
+    library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and _is_hopper(codes.device)
     if not weight.rounding.grouped:
-        for most, config in _table(codes.device).get((n, k), ()):
+        for most, config in _table(codes.device, codes.dtype).get((n, k), ()):
             if 0 < tokens <= most:
                 usable = library if config == LIBRARY else isinstance(config, Tile) or fits_tensor_map(weight.codes)
                 if usable:
@@ -132,19 +150,33 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
             return ONE_TOKEN
     if library and tokens >= LIBRARY_TOKENS:
         return LIBRARY
-    wide = triton.cdiv(n, WIDE.rows) * triton.cdiv(tokens, WIDE.tokens) >= _BUSY and tokens > TILES[-1].tokens
-    if wide and codes.dtype == torch.int8 and not weight.rounding.grouped:
-        return WIDE
-    return choose_tile(TILES, tokens)
+    return _on_hopper(codes, weight, dtype) or choose_tile(TILES, tokens)
+
+
+def _on_hopper(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> HopperConfig | None:
+    """Return how `hopper_scaled.py` multiplies, where it can and is the fastest."""
+    tokens, n = len(codes), weight.codes.shape[0]
+    able = not weight.rounding.grouped and dtype.itemsize == 2 and n % 16 == 0 and _is_hopper(codes.device)
+    if not able or tokens < LIBRARY_TOKENS or not (fits_tensor_map(codes) and fits_tensor_map(weight.codes)):
+        return None
+    tiles = triton.cdiv(n, 256) * triton.cdiv(tokens, 128)
+    if tokens < HOPPER_TOKENS and tiles < _PROCESSORS // 2:
+        return None
+    return HopperConfig(shares=tiles < _FULL * _PROCESSORS * triton.cdiv(tiles, _PROCESSORS))
 
 
 @cache
-def _table(device: torch.device) -> Table:
-    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+def _table(device: torch.device, dtype: torch.dtype) -> Table:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    table = TABLES.get(name, {})
+    if dtype != torch.int8:
+        return table
+    more = MORE_OF_INT8.get(name, {})
+    return {shape: (*entries, *more.get(shape, ())) for shape, entries in table.items()}
 
 
 @cache
-def _has_library(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
