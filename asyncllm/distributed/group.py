@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.distributed.peer_memory import PeerMemory
 
-__all__ = ["Meeting", "RankGroup", "TorchGroup", "rows_of", "tokens_of"]
+__all__ = ["Meeting", "RankGroup", "TorchGroup", "heads_of", "rows_of", "tokens_of"]
 
 _PATIENCE = timedelta(seconds=120)
 """For the others at the start, when each reads its part of the weights."""
@@ -61,6 +61,13 @@ def rows_of(group: RankGroup, num_rows: int) -> slice:
     which the last ranks' may be beyond the end."""
     each = -(-num_rows // group.size)
     return slice(group.rank * each, (group.rank + 1) * each)
+
+
+def heads_of(group: RankGroup, num_heads: int) -> slice:
+    """Return which of `num_heads` heads the group's rank has: as many as every other one, and where there are fewer
+    than ranks, one that several have."""
+    copies, each = max(group.size // num_heads, 1), max(num_heads // group.size, 1)
+    return slice(group.rank // copies * each, (group.rank // copies + 1) * each)
 
 
 _TOKENS_TOGETHER = 8

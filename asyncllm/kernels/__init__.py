@@ -33,7 +33,7 @@ from asyncllm.kernels.linear import (
 from asyncllm.kernels.lora import LoRAWeights, add_lora
 from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
-from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, mean_squares, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, linear_packed_silu_mul, packed_experts
 from asyncllm.kernels.quantized_kv import KVFormat, QuantizedKV
 from asyncllm.kernels.recurrent import Pieces, StatePlan, States, plan_states, short_convolution
@@ -108,6 +108,7 @@ __all__ = [
     "linear_rounded_silu_mul",
     "linear_scaled",
     "linear_silu_mul",
+    "mean_squares",
     "packed_experts",
     "paged_decode_attention",
     "paged_joint_attention",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "mean_squares", "rms_norm"]
 
 
 @op("norm:rms_norm")
@@ -31,6 +31,17 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if scaled.dtype == x.dtype:
         return scaled.mul_(weight)
     return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else scaled.mul_(weight).to(x.dtype)
+
+
+@op("norm:mean_squares")
+def mean_squares(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """The means of the squares of each row's first `sizes[0]` numbers, and of the `sizes[1]` behind them, in float32.
+
+    x [T, H] -> [T, 2].
+    """
+    parts = torch.split(x[:, : sum(sizes)], list(sizes), 1)
+    lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    return torch.stack([length.square_() / size for length, size in zip(lengths, sizes, strict=True)], 1)
 
 
 @op("norm:add_rms_norm")

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import DecodePlan, KVCache, PrefillPlan, Rotation, RoundedRows, Rounding
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
+from asyncllm.layers.heads_norm import HeadsLayerNorm, HeadsRMSNorm, ListedHeadsLayerNorm
 from asyncllm.layers.layer import Layer, PartKey
-from asyncllm.layers.layer_norm import HeadsLayerNorm, ListedHeadsLayerNorm
 from asyncllm.layers.linear import Linear, QKVLinear
 from asyncllm.layers.linear_method import Shard
 from asyncllm.layers.norm import RMSNorm
@@ -106,6 +105,8 @@ class Attention(Layer):
         self.qkv_clip = config.qkv_clip
         self.scale_queries = config.scale_queries
         self.qk_norm = config.qk_norm
+        self.ranks: RankGroup | None = None
+        """Those that have the other heads, where a norm is of all heads together."""
         self.slopes = tuple(config.alibi)
         self.alibi: Tensor | None = None
         self.kind: Hashable = config.window
@@ -118,7 +119,7 @@ class Attention(Layer):
 
     def divide(self, group: RankGroup) -> None:
         if self.qk_norm == "whole":
-            raise UnsupportedModel("The model normalises the queries of all heads together. Use tp=1.")
+            self.ranks = group
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
         self.slopes = self.slopes[group.rank * self.num_heads :][: self.num_heads]
 
@@ -192,7 +193,12 @@ class Attention(Layer):
             q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
         if self.qk_norm == "whole":
             q, k = q.flatten(1), k.flatten(1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.ranks is not None and isinstance(self.q_norm, HeadsRMSNorm) and isinstance(self.k_norm, HeadsRMSNorm):
+            # Ranks have as many heads each, so that the mean of all is the mean of theirs, also where keys are copied.
+            means = self.ranks.add_up(kernels.mean_squares(qkv, (q.shape[1], k.shape[1]))) / self.ranks.size
+            q, k = self.q_norm.scaled(q, means[:, :1]), self.k_norm.scaled(k, means[:, 1:])
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
         return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1)
 
     def _fill(self, qkv: Tensor, cache: KVCache, plan: Tensor) -> Tensor:
@@ -289,5 +295,6 @@ def _norms(config: AttentionConfig) -> tuple[nn.Module | None, nn.Module | None]
         return make(heads[0], dim, eps, paired=config.paired), make(heads[1], dim, eps, paired=config.paired)
     if kind == "unit":
         return UnitNorm(dim, eps), UnitNorm(dim, eps)
-    sizes = heads if kind == "whole" else (1, 1)
-    return config.norm_class(sizes[0] * dim, eps), config.norm_class(sizes[1] * dim, eps)
+    if kind == "whole":
+        return HeadsRMSNorm(heads[0], dim, eps), HeadsRMSNorm(heads[1], dim, eps)
+    return config.norm_class(dim, eps), config.norm_class(dim, eps)

@@ -31,6 +31,14 @@ def _layer_norm(name: str, size: int, *, add: bool) -> Case:
     return Case(name, norm.layer_norm_kernel, {**signature, "rows": "i32", "eps": "fp32"}, constexprs, num_warps=warps)
 
 
+def _mean_squares(first: int, second: int) -> Case:
+    rows, columns, warps = norm.row_tile(first)
+    signature = {"x_ptr": "*bf16", "out_ptr": "*fp32", "rows": "i32"}
+    sizes = {"STRIDE": first + 2 * second, "FIRST": first, "SECOND": second}
+    constexprs = {**sizes, "ROWS": rows, "COLUMNS": columns, **PDL}
+    return Case(f"mean_squares {first}", norm.mean_squares_kernel, signature, constexprs, num_warps=warps)
+
+
 def _rope(name: str, heads: int, kv_heads: int, head_dim: int, pairs: int, **flags: Any) -> Case:
     pointers = ("qkv", "cos", "sin", "place", "k", "v", "k_range", "v_range", "q_norm", "k_norm", "q")
     types = {"cos": "*fp32", "sin": "*fp32", "place": "*i64"}
@@ -74,6 +82,7 @@ CASES = [
     _norm("add_rms_norm 16384", 16384, add=True),
     _norm("add_rms_norm 3584 float32 weight", 3584, add=True, weight="*fp32"),
     _norm("rms_norm 128", 128, add=False),
+    _mean_squares(3072, 512),
     _layer_norm("layer_norm 4096", 4096, add=False),
     _layer_norm("add_layer_norm 4096", 4096, add=True),
     _gate("silu_mul 14336", gelu=False),

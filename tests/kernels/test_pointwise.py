@@ -82,6 +82,18 @@ def test_add_rms_norm_leaves_its_inputs_alone(add_rms_norm: Any, dtype: torch.dt
     torch.testing.assert_close(normed.double(), scaled(total, weight, 1e-5), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("module", [kernels, norm], ids=["op", "launcher"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_squares_are_those_of_each_part(module: Any, dtype: torch.dtype) -> None:
+    x = 1e3 * random(70, 130, dtype=dtype)
+    means = module.mean_squares(x, (96, 17))
+    expected = torch.stack([x.double()[:, :96].square().mean(1), x.double()[:, 96:113].square().mean(1)], 1)
+    assert means.dtype == torch.float32
+    torch.testing.assert_close(means.double(), expected, atol=0, rtol=1e-5)
+    for row in (3, 69):
+        assert torch.equal(module.mean_squares(x[row : row + 1], (96, 17))[0], means[row]), "whatever is beside it"
+
+
 @LAYER_NORM
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -245,6 +257,7 @@ COMPILED = [
     "add_rms_norm 16384",
     "add_rms_norm 3584 float32 weight",
     "rms_norm 128",
+    "mean_squares 3072",
     "layer_norm 4096",
     "add_layer_norm 4096",
     "activate gelu",
@@ -279,6 +292,16 @@ def test_add_rms_norm_on_gpu(rows: int, size: int) -> None:
         assert_repeatable(lambda: kernels.add_rms_norm(x, residual, weight, 1e-5)[0])  # noqa: B023
         alone = kernels.add_rms_norm(x[-1:], residual[-1:], weight, 1e-5)[0]
         assert torch.equal(alone, normed[-1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 70, 9000])
+def test_mean_squares_on_gpu(rows: int) -> None:
+    x = random(rows, 4096, seed=fresh_seed(), dtype=torch.bfloat16)
+    means = kernels.mean_squares(x, (3072, 512))
+    expected = torch.stack([x.double()[:, :3072].square().mean(1), x.double()[:, 3072:3584].square().mean(1)], 1)
+    torch.testing.assert_close(means.double(), expected, atol=0, rtol=1e-5)
+    assert torch.equal(kernels.mean_squares(x[-1:], (3072, 512)), means[-1:])
 
 
 @pytest.mark.gpu

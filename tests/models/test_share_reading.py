@@ -12,7 +12,7 @@ from asyncllm.models import stream as stream_module
 from asyncllm.models import weights as weights_module
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.weights import plan_load, stream_to
-from tests.models.parity import FAMILIES, Case, folder_of, open_case
+from tests.models.parity import FAMILIES, Case, folder_of
 from tests.models.test_shares import open_share
 from tests.ranks.threads import in_ranks
 
@@ -77,8 +77,6 @@ def test_experts_of_other_ranks_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_read_is_what_loading_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "_LEAST_RUN", 1)
-    if any(getattr(module, "qk_norm", None) == "whole" for module in open_case(Case(family, "default")).modules()):
-        pytest.skip("a norm over all heads is not divided")
     if family == "gemma3n":
         pytest.skip("gates that are compared over all features are not divided")
     folder = folder_of(Case(family, "default"))

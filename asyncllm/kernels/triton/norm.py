@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured
 
-__all__ = ["MAX_ROW", "add_layer_norm", "add_rms_norm", "layer_norm", "normed", "rms_norm", "row_tile"]
+__all__ = ["MAX_ROW", "add_layer_norm", "add_rms_norm", "layer_norm", "mean_squares", "normed", "rms_norm", "row_tile"]
 
 MAX_ROW = 16384
 """Longest row: 64 registers per thread at 8 warps."""
@@ -121,6 +121,30 @@ def layer_norm_kernel(
     tl.store(out_ptr + offsets, round_to(out, out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def mean_squares_kernel(
+    x_ptr,
+    out_ptr,
+    rows,
+    STRIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    columns = tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    size = tl.where(part == 0, FIRST, SECOND)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (columns < size)[None, :]
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    start = row.to(tl.int64)[:, None] * STRIDE + part * FIRST
+    x = tl.load(x_ptr + start + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row.to(tl.int64) * 2 + part, tl.sum(x * (x * (1.0 / size)), 1), mask=row < rows)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -150,6 +174,30 @@ def _configured_rms_norm(size: int, add: bool) -> tuple[int, Configured]:
     """Return rows of a program, and the kernel."""
     rows, columns, num_warps = row_tile(size)
     return rows, Configured(rms_norm_kernel, num_warps=num_warps, SIZE=size, ROWS=rows, COLUMNS=columns, ADD=add)
+
+
+def mean_squares(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
+    if len(x):
+        tile, kernel = _configured_mean_squares(x.shape[1], *sizes)
+        kernel((-(-len(x) // tile), 2, 1), (x, out), (len(x),))
+    return out
+
+
+@functools.cache
+def _configured_mean_squares(stride: int, first: int, second: int) -> tuple[int, Configured]:
+    """Return rows of a program, and the kernel."""
+    rows, columns, warps = row_tile(max(first, second))
+    return rows, Configured(
+        mean_squares_kernel,
+        num_warps=warps,
+        STRIDE=stride,
+        FIRST=first,
+        SECOND=second,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
