@@ -24,7 +24,7 @@ import msgspec
 
 from asyncllm.agent.step_thread import dead, set_exception, set_result, set_seen_exception
 from asyncllm.config import EngineConfig
-from asyncllm.errors import AsyncLLMError, EngineClosed, ModelError
+from asyncllm.errors import AsyncLLMError, EngineClosed, InvalidCheckpoint, ModelError
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.protocol import (
     Batch,
@@ -139,6 +139,8 @@ class RankExecutor:
             limits = await self._all_ready()
             if any(each.num_blocks != limits[0].num_blocks for each in limits):
                 raise ModelError("The ranks do not agree on the blocks of the KV cache.")
+            if any(each.adapter_digests != limits[0].adapter_digests for each in limits):
+                raise _changed_meanwhile("The files of an adapter")
         except BaseException:
             self._kill()
             await self._wait_ended()
@@ -273,9 +275,12 @@ class RankExecutor:
     def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
         """Count a rank that has read an adapter, or has failed to. The last one settles the future of the call."""
         taken = self._adapters[number]
+        taken.results.add(digest)
         if not taken.answered(failure):
             return
         del self._adapters[number]
+        if len(taken.results) > 1 and not taken.failures:
+            taken.failures.append(_changed_meanwhile("The adapter's files"))
         if taken.failures:
             self.drop_adapter(number)
             set_exception(taken.future, taken.failures[0])
@@ -555,6 +560,8 @@ class _Call(Generic[_Result]):
         self.future = future
         self.waits_for = num_ranks
         self.failures: list[Exception] = []
+        self.results: set[_Result] = set()
+        """What the ranks give that have something to give: all the same."""
 
     def answered(self, failure: Failure | None) -> bool:
         """Take in how the call ended for a rank. Return whether that was the last one."""
@@ -566,6 +573,12 @@ class _Call(Generic[_Result]):
     def cause(self) -> Exception:
         """Return the failure that others may have followed."""
         return next((error for error in self.failures if not isinstance(error, OtherRankRefused)), self.failures[0])
+
+
+def _changed_meanwhile(files: str) -> InvalidCheckpoint:
+    return InvalidCheckpoint(
+        f"{files} changed while the ranks read them, so that not all have the same. Load it again when they are whole."
+    )
 
 
 def _died_at_start(process: RankProcess) -> ModelError:

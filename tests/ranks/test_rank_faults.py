@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, GenerationConfig
-from asyncllm.errors import EngineDead, ModelError, RequestFailed
+from asyncllm.errors import EngineDead, InvalidCheckpoint, ModelError, RequestFailed
 from asyncllm.ranks import heartbeat
+from tests.adapters import write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.ranks.engines import LONG, ranks, settings, soon
 
@@ -25,8 +26,11 @@ PLUGIN = f"""
 import time
 import torch
 from asyncllm.agent.model_agent import ModelAgent
+from asyncllm.models import adapter_files
 from asyncllm.models.decoder import DecoderLM
 
+digest = adapter_files._digest
+adapter_files._digest = lambda folder: digest(folder) + str(torch.distributed.get_rank())
 launch = ModelAgent.launch
 forward = DecoderLM.before_last
 failing = False
@@ -86,7 +90,8 @@ def folder(tmp_path: Path) -> Path:
 
 async def test_a_step_that_fails_on_all_ranks_ends_its_rows_and_on_one_the_engine(folder: Path) -> None:
     plugin = folder.parent / "faulty.py"
-    async with AsyncEngine(str(folder), settings(tp=2, plugin=[str(plugin)])) as engine:
+    fields = {"tp": 2, "plugin": [str(plugin)], "max_loras": 1}
+    async with AsyncEngine(str(folder), settings(**fields)) as engine:
 
         def ask(token: int, config: GenerationConfig = GREEDY) -> Any:
             return engine.generate(input_ids=[5, 6, token], gen_config=config).response()
@@ -100,6 +105,10 @@ async def test_a_step_that_fails_on_all_ranks_ends_its_rows_and_on_one_the_engin
         late, other = await asyncio.gather(ask(ONE_IS_LATE), ask(7))
         assert late.generate_token_len == 6
         assert other.token_ids == expected.token_ids
+        changing = write_adapter(folder.parent / "changing", {"model.layers.0.self_attn.q_proj": (64, 64)})
+        with pytest.raises(InvalidCheckpoint, match="changed while the ranks read them"):
+            await engine.load_adapter("changing", str(changing))
+        assert (await ask(7)).token_ids == expected.token_ids
         running = asyncio.create_task(ask(7, LONG))
         await soon(lambda: engine.stats().running)
         for error in await asyncio.wait_for(asyncio.gather(ask(ONE_FAILS), running, return_exceptions=True), 60):
