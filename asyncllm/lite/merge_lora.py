@@ -16,18 +16,21 @@ from torch import Tensor
 
 from asyncllm.config import LITE_TOOLS, LiteConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
+from asyncllm.lite.expert_factors import ExpertFactors, expert_factors
 from asyncllm.locate import locate, locate_adapter
-from asyncllm.models.adapter_files import AdapterConfig, read_tensors
+from asyncllm.models.adapter_files import AdapterConfig, names_in_files, read_tensors
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.output_folder import check_free, copy_companions, output_folder, write_shards
+from asyncllm.models.registry import open_unfilled
 from asyncllm.models.stream import FLOAT_DTYPES
 
 __all__ = ["merge_lora"]
 
-_MERGED = frozenset({"use_dora", "modules_to_save", "bias"})
+_MERGED = frozenset({"use_dora", "modules_to_save", "bias", "target_parameters", "trainable_token_indices"})
 """Entries of a config that are merged, though no row has them."""
 
 _PREFIX, _BASE, _SAVED = "base_model.model.", "base_layer.", "modules_to_save."
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 _DECODERS = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.", "")
 """What the names of a decoder's modules begin with: transformers' versions differ from each other, and from files."""
@@ -88,11 +91,18 @@ class _Changes:
         """Name of a weight in the checkpoint -> its factors."""
         self._modules: dict[str, str] = {}
         """Name of a weight in the checkpoint -> its module in the adapter."""
+        self._wrappers: dict[str, dict[str, Tensor]] = {}
+        """Module in the adapter -> factors of all experts."""
+        self._rows: dict[str, tuple[Tensor, Tensor]] = {}
+        """Name of an embedding in the checkpoint -> some of its tokens, and what takes the place of their rows."""
+        self._experts: dict[str, ExpertFactors] = {}
+        """Name of a tensor in the checkpoint -> what is added to it."""
         for name, tensor in read_tensors(folder):
             self._take(name, tensor)
         for name, parts in self._parts.items():
             self._check(name, parts)
-        if not self._parts and not self._replaced:
+        self._take_experts()
+        if not (self._parts or self._replaced or self._rows or self._experts):
             raise InvalidCheckpoint(f"{folder} holds no tensor of an adapter. Download it again.")
 
     def _take(self, name: str, tensor: Tensor) -> None:
@@ -104,12 +114,19 @@ class _Changes:
         for end, part in _PARTS.items():
             if bare.endswith(f".{end}"):
                 module = bare.removesuffix(f".{end}")
-                weight = self._stored(f"{module}.weight")
                 # The source is a view of a file.
-                self._parts.setdefault(weight, {})[part] = tensor.to(torch.float32, copy=True)
+                factor = tensor.to(torch.float32, copy=True)
+                if module.replace(_BASE, "").endswith("experts") or module.endswith(_BASE[:-1]):
+                    self._wrappers.setdefault(module, {})[part] = factor
+                    return
+                weight = self._stored(f"{module}.weight")
+                self._parts.setdefault(weight, {})[part] = factor
                 self._modules[weight] = module
                 return
-        if ".lora_" in bare or bare.endswith("trainable_tokens_delta"):
+        if bare.endswith(_TOKENS):
+            self._take_rows(bare.removesuffix(_TOKENS), tensor)
+            return
+        if ".lora_" in bare:
             raise UnsupportedModel(f"{self._folder}: {short(name)} is not merged: its kind of adapter is not known.")
         stored = self._stored(bare.replace(_BASE, "").replace(_SAVED, ""))
         if tuple(tensor.shape) != self._checkpoint.tensors[stored].shape:
@@ -119,12 +136,44 @@ class _Changes:
             )
         self._replaced[stored] = tensor.clone()
 
+    def _take_rows(self, module: str, rows: Tensor) -> None:
+        """Keep the rows of single tokens of an embedding or head."""
+        stored = self._stored(f"{module}.weight")
+        tokens = self._config.trained_tokens
+        if isinstance(tokens, dict):
+            tokens = next((each for name, each in tokens.items() if f".{module}".endswith(f".{name}")), None)
+        shape = self._checkpoint.tensors[stored].shape
+        if (
+            not isinstance(tokens, list)
+            or not all(type(token) is int and 0 <= token < shape[0] for token in tokens)
+            or rows.shape != (len(set(tokens)), *shape[1:])
+        ):
+            raise InvalidCheckpoint(
+                f"{self._folder}: trainable_token_indices are not the tokens of {short(module)}, of which there are "
+                f"{list(rows.shape)} numbers."
+            )
+        # The source is a view of a file.
+        self._rows[stored] = torch.tensor(tokens), rows.to(torch.float32, copy=True)
+
+    def _take_experts(self) -> None:
+        """Find the tensors that are changed by factors of all experts."""
+        if not self._wrappers:
+            return
+        pairs = {}
+        for module, parts in self._wrappers.items():
+            if set(parts) != {"a", "b"} or any(factor.dim() != 2 for factor in parts.values()):
+                raise InvalidCheckpoint(f"{self._folder}: {short(module)} has not both of its factors.")
+            pairs[module] = parts["a"], parts["b"]
+        model, _ = open_unfilled(self._checkpoint.folder)
+        self._experts = expert_factors(self._folder, self._config, pairs, model, self._checkpoint)
+
     def _stored(self, name: str) -> str:
         """Return what the checkpoint calls a tensor: one of a model without its head lacks the first part, and one of
         a model of images has others."""
         tensors = self._checkpoint.tensors
         inner = [name.removeprefix(prefix) for prefix in _DECODERS if name.startswith(prefix)]
-        for candidate in (name, name.partition(".")[2], *(first + rest for rest in inner for first in _DECODERS)):
+        others = (name.partition(".")[2], *(first + rest for rest in inner for first in _DECODERS))
+        for candidate in (*names_in_files(name), *others):
             if candidate in tensors:
                 if tensors[candidate].dtype not in FLOAT_DTYPES:
                     raise UnsupportedModel(
@@ -165,6 +214,11 @@ class _Changes:
         """Yield every tensor of the checkpoint, changed or as it is."""
         for name, tensor in self._checkpoint.read():
             base = self._replaced.get(name, tensor).to(tensor.dtype)
+            if name in self._rows:
+                tokens, rows = self._rows[name]
+                base = base.index_copy(0, tokens, rows.to(base.dtype))
+            if name in self._experts:
+                base = (base.float() + self._experts[name].product()).to(base.dtype)
             parts = self._parts.get(name)
             if parts is None:
                 yield name, base

@@ -12,12 +12,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, ModelError, ModelNotFound, UnsupportedModel, short
 from asyncllm.kernels.lora import MAX_PARTS
@@ -29,8 +30,9 @@ from asyncllm.models.config import MAX_NUMBER
 from asyncllm.models.convert import load_pickle
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.fused import LAYOUTS
+from asyncllm.models.weights import Target
 
-__all__ = ["MAX_RANK", "AdapterConfig", "AdapterFiles", "Factors", "read_tensors", "takes_adapters"]
+__all__ = ["MAX_RANK", "AdapterConfig", "AdapterFiles", "Factors", "names_in_files", "read_tensors", "takes_adapters"]
 
 CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -62,7 +64,7 @@ _REASONS: Mapping[str, str] = {
     "lora_bias": "biases of B are not added; merge it into its base model",
     "layer_replication": "the model would have other layers than its base",
     "trainable_token_indices": "embeddings are the base model's; merge it into its base model",
-    "target_parameters": "parameters that belong to no linear layer, such as stacked experts, have no adapters",
+    "target_parameters": "experts and routers have no adapters; merge it into its base model",
 }
 
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -81,6 +83,9 @@ _ENDS: Mapping[str, str] = {
 
 _WRAPPERS = re.compile(r"\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Name segments left by compiled and sharded training."""
+
+_RENAMED = {".mlp.": ".block_sparse_moe.", ".shared_experts.": ".shared_mlp."}
+"""What transformers has called modules since version 5, and what files call them (Mixtral, Hunyuan 3)."""
 
 _PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\(\?:|[\w.\]](?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\}))*")
 """Patterns on which no module name causes excessive backtracking: files may be untrusted."""
@@ -225,16 +230,7 @@ def _refusal(folder: Path, name: str) -> ModelError:
 
 def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
     """Return the layer that the checkpoint's module `name` is, or is parts of, and the additions to them."""
-    # transformers names its module `model` where the files have names of their own.
-    inner = name.removeprefix("model.")
-    in_files = name if inner == name else model.base_prefix + inner
-    try:
-        target = model.weight_map.resolve(in_files + ".weight")
-        layer = None if target is None else model.get_submodule(target.module)
-    except (InvalidCheckpoint, AttributeError):
-        raise InvalidCheckpoint(
-            f"{folder}: the model has no module {short(name)}. Check that the adapter was trained on this model."
-        ) from None
+    target, layer = _found(folder, model, name)
     of_expert = target is not None and any(expert is not None for _, _, expert in target.keys)
     if target is None or of_expert or not takes_adapters(layer, target.module):
         raise UnsupportedModel(
@@ -256,6 +252,27 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
     pieces = split(b, [shape[0] for shape in shapes], layer)
     shares = [layer.share_of_factors(part, a, piece) for part, piece in zip(names, pieces, strict=True)]
     return target.module, [Factors(part, *share) for part, share in zip(names, shares, strict=True)]
+
+
+def _found(folder: Path, model: DecoderLM, name: str) -> tuple[Target | None, nn.Module | None]:
+    """Return the layer that the checkpoint's module `name` is; None if it is left out. Raises InvalidCheckpoint."""
+    # transformers names its module `model` where the files have names of their own.
+    inner = name.removeprefix("model.")
+    for each in names_in_files(name if inner == name else model.base_prefix + inner):
+        with suppress(InvalidCheckpoint, AttributeError):
+            target = model.weight_map.resolve(f"{each}.weight")
+            return target, None if target is None else model.get_submodule(target.module)
+    raise InvalidCheckpoint(
+        f"{folder}: the model has no module {short(name)}. Check that the adapter was trained on this model."
+    )
+
+
+def names_in_files(name: str) -> Iterator[str]:
+    """Yield what files may call a module or tensor that transformers calls so."""
+    yield name
+    for new, old in _RENAMED.items():
+        if new in name:
+            yield name.replace(new, old)
 
 
 class AdapterConfig:
@@ -288,6 +305,10 @@ class AdapterConfig:
         """Whether the base's weights are [in, out]."""
         self._ranks = self._patterns("rank_pattern", entries.get("rank_pattern"), whole=True)
         self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))
+        self.trained_tokens = entries.get("trainable_token_indices")
+        """Tokens whose embeddings were trained, or by module; unchecked."""
+        parameters = entries.get("target_parameters")
+        self._parameters = parameters if isinstance(parameters, list) else []
         targets = entries.get("target_modules")
         self._targets = targets if isinstance(targets, list) else None
         """Names; None if a pattern or "all-linear" stands for them, which the tensors determine anyway."""
@@ -340,9 +361,15 @@ class AdapterConfig:
                 raise InvalidCheckpoint(f"{self._file}: {short(key)} in {name} is no pattern ({error}).") from None
         return patterns
 
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether target_parameters name a parameter."""
+        return any(name == each or name.endswith(f".{each}") for each in self._parameters)
+
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor on the product of a module's factors, whose tensors have this rank."""
-        if self._targets is not None and not any(
+        """Return the factor on the product of a module's or parameter's factors, whose tensors have this rank."""
+        if self.targets_parameter(f"{module}.weight"):
+            module = f"{module}.weight"
+        if not (self._targets is None or self.targets_parameter(module)) and not any(
             module == name or (isinstance(name, str) and module.endswith(f".{name}")) for name in self._targets
         ):
             raise InvalidCheckpoint(

@@ -147,6 +147,25 @@ def test_biases_and_modules_by_their_trainings_names(tmp_path: Path) -> None:
         ({"model.layers.0.mlp.up_proj.lora_B.bias": (96,)}, {}, UnsupportedModel, "not merged"),
         ({}, {"layer_replication": [[0, 1]]}, UnsupportedModel, "layer_replication"),
         ({}, {"r": 5}, InvalidCheckpoint, "rank 5"),
+        ({"model.layers.0.mlp.experts.lora_A.weight": (4, 64)}, {}, InvalidCheckpoint, "not both"),
+        (
+            {f"model.layers.0.mlp.experts.lora_{factor}.weight": (4, 4) for factor in "AB"},
+            {"target_parameters": ["mlp.experts.w1"]},
+            UnsupportedModel,
+            "not known here",
+        ),
+        (
+            {f"model.layers.0.mlp.experts.lora_{factor}.weight": (4, 4) for factor in "AB"},
+            {"target_parameters": ["down_proj"]},
+            InvalidCheckpoint,
+            "no experts where",
+        ),
+        (
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 64)},
+            {"trainable_token_indices": [1, 320]},
+            InvalidCheckpoint,
+            "not the tokens",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(

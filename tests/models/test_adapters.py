@@ -187,6 +187,12 @@ def test_what_is_not_implemented_is_refused_by_name(
         AdapterFiles.read(folder, open_case(LLAMA))
 
 
+def test_modules_are_found_by_the_names_that_transformers_has_given_them(tmp_path: Path) -> None:
+    shapes = {f"model.layers.1.mlp.shared_experts.{name}_proj": (64, 64) for name in ("gate", "up")}
+    files = AdapterFiles.read(write_adapter(tmp_path, shapes), open_case(Case("hy_v3", "default")))
+    assert {factors.part for factors in files.layers["layers.1.mlp.shared.gate_up"]} == {"gate", "up"}
+
+
 def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
     """By the names of transformers' modules today and before, and by those of the files."""
     model = open_model(vlm_folder("llava"), dtype=torch.float32, device=torch.device("cpu"))

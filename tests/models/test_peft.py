@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from asyncllm.errors import UnsupportedModel
-from tests.models.parity import Case, hub_model, open_case, random_tokens
+from asyncllm.lite import merge_lora
+from asyncllm.models.registry import open_model
+from tests.models.parity import Case, folder_of, hub_model, open_case, random_tokens
 from tests.models.test_adapters import TOKENS, pooled, run
 
 peft = pytest.importorskip("peft")
@@ -39,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SOME, "modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({**SOME, "trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ({**SOME, "layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-    ({**SOME, "target_parameters": ["self_attn.o_proj.weight"]}, "target_parameters"),
+    ({**SOME, "target_parameters": ["self_attn.o_proj.weight"]}, "target_parameters.*; merge it"),
     ({**SOME, "init_lora_weights": "pissa"}, "init_lora_weights"),
     ({**SOME, "init_lora_weights": "olora"}, "init_lora_weights"),
     ({**SOME, "alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
@@ -55,7 +57,7 @@ def trained(family: str, folder: Path, fields: dict[str, Any]) -> Any:
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(copy.deepcopy(hub_model(Case(family, "default"))), config)
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            if "lora_" in name:
+            if "lora_" in name or "trainable_tokens" in name:
                 generator = torch.Generator().manual_seed(number)
                 parameter.data = 0.15 * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(folder)
@@ -75,6 +77,30 @@ def test_logits_are_pefts(tmp_path: Path, family: str, fields: dict[str, Any]) -
     torch.testing.assert_close(adapted, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain, base, rtol=1e-4, atol=1e-4)
     assert (base - expected).abs().max() > 0.05, "the adapter changes something"
+
+
+EXPERTS: dict[str, Any] = {**SOME, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+MERGED: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", ALL),
+    ("qwen3_moe", {**EXPERTS, "rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"experts.down_proj": 3}}),
+    ("gpt_oss", EXPERTS),
+    ("hy_v3", {**SOME, "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    ("llama", {**SOME, "trainable_token_indices": [5, 9, 200]}),
+    ("llama", {**SOME, "trainable_token_indices": {"embed_tokens": [9, 5]}}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), MERGED)
+def test_what_no_row_can_have_is_merged(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    """Experts of checkpoints that hold them one by one, and all in one, and embeddings of single tokens."""
+    adapter, case = tmp_path / "adapter", Case(family, "default")
+    model, tokens = trained(family, adapter, fields), [5, 9, *random_tokens(3, TOKENS - 2)]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    merged = merge_lora(folder_of(case), str(tmp_path / "merged"), adapter=str(adapter))
+    (found,) = run(open_model(merged, dtype=torch.float32, device=torch.device("cpu")), [tokens], [-1])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("fields", "named"), REFUSED)
