@@ -25,7 +25,7 @@ from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.layers.layer import settle
-from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.quantized import open_checkpoint
 from asyncllm.models.weights import load, plan_update
 from asyncllm.protocol import (
     Command,
@@ -203,7 +203,7 @@ class ModelPlacement:
                 raise self._no_memory("the weights") from error
             self._weights = "device"
         elif self._weights == "lost":
-            checkpoint = Checkpoint.open(self._path)
+            checkpoint = open_checkpoint(self._path, self._model.scheme)
             self._fill(lambda: load(self._model, checkpoint, self._model.weight_map))
 
     def _fill(self, fill: Callable[[], None]) -> None:

@@ -188,7 +188,18 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 0
     model_format: Annotated[
-        Literal["hf", "awq", "gptq", "fp8", "smooth_quant", "compressed-tensors", "modelopt", "auto-round", "mxfp4"]
+        Literal[
+            "hf",
+            "awq",
+            "gptq",
+            "fp8",
+            "smooth_quant",
+            "compressed-tensors",
+            "modelopt",
+            "auto-round",
+            "mxfp4",
+            "bitsandbytes",
+        ]
         | None,
         Meta(
             description="Quantization format of the checkpoint; None: as its config.json says; hf: not quantized. "

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -92,6 +93,8 @@ class Checkpoint:
     def __init__(self, folder: Path, entries: Iterable[TensorEntry]) -> None:
         self.folder = folder
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType({entry.name: entry for entry in entries})
+        self.expanded: Set[str] = frozenset()
+        """Those that the files have in another form."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -135,6 +138,11 @@ class Checkpoint:
                         yield entry.name, opened.get_tensor(entry.name)
             except (OSError, SafetensorError) as error:
                 raise unreadable(file, error) from error
+
+    def expand(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of those of `names` that are expanded, made on the device. Raises InvalidCheckpoint, as
+        `read` does, and for values that cannot be expanded."""
+        return iter(())
 
     def equal(self, first: str, second: str) -> bool:
         """Return whether two matrices are equal. They are read by rows up to the first difference.

@@ -29,6 +29,7 @@ from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.vision_language import with_tower
 from asyncllm.models.weights import WeightMap
+from asyncllm.quant.scheme import Scheme
 
 __all__ = ["SCORE_ROWS", "DecoderLM", "allocate"]
 
@@ -77,6 +78,8 @@ class DecoderLM(nn.Module):
         self.score = self.score_head()
         self.rotaries: nn.ModuleList
         """One per entry of the config's `ropes`."""
+        self.scheme: Scheme | None = None
+        """How the weights in the checkpoint are quantized."""
 
     @staticmethod
     @abstractmethod

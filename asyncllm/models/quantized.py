@@ -1,22 +1,44 @@
-"""Installs a checkpoint's quantization methods in the layers of a model, which the model's weight table finds."""
+"""Opens quantized checkpoints and installs their methods in the layers of a model, which its weight table finds."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.layers.embedding import Embedding, OutputEmbedding
 from asyncllm.layers.linear_method import LinearMethod, Weighted
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expanded import ExpandedCheckpoint
 from asyncllm.quant.scheme import Scheme
 from asyncllm.quant.settings import Header
 
-__all__ = ["attach"]
+__all__ = ["attach", "open_checkpoint"]
 
 logger = logging.getLogger("asyncllm")
+
+
+def open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
+    """Return the checkpoint in `folder`, with weights that the scheme expands as plain ones. Raises as
+    `Checkpoint.open` does, and for tensors that do not fit together."""
+    stored = Checkpoint.open(folder)
+    if scheme is None:
+        return stored
+    headers = {entry.name: Header(entry.dtype, entry.shape) for entry in stored.tensors.values()}
+    try:
+        expansions = list(scheme.expansions(headers, lambda names: _read(stored, names)))
+    except (InvalidCheckpoint, UnsupportedModel) as error:
+        raise type(error)(f"{folder}: {error}") from None
+    return ExpandedCheckpoint(stored, expansions) if expansions else stored
+
+
+def _read(stored: Checkpoint, names: Sequence[str]) -> Mapping[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in stored.read(names)}
 
 
 def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
@@ -25,7 +47,7 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
     Only the headers of the files are read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Weighted)}
-    quantized = 0
+    quantized = len(checkpoint.expanded)
     for path, modules in _modules(model, checkpoint).items():
         layer = layers.get(path)
         if layer is None:

@@ -29,7 +29,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.module_map import MODULE_MAP, replace_layers
-from asyncllm.models.quantized import attach
+from asyncllm.models.quantized import attach, open_checkpoint
 from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
@@ -155,8 +155,9 @@ def open_model(
         UnsupportedFeature: use_logn_attn, if the model's layers cannot scale their queries.
     """
     family, config, scheme = _configure(path, **options)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = open_checkpoint(path, scheme)
     model = _unfilled(family, config, checkpoint)
+    model.scheme = scheme
     if options.get("use_logn_attn"):
         check_log_scaling(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

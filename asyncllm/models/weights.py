@@ -359,10 +359,9 @@ class LoadPlan:
 
     def copy_own(self, name: str, tensor: Tensor) -> None:
         """Copy the part of a tensor that `wanted` returns to its target."""
-        target = self.targets[name]
-        owner = self._owners[target.module]
+        owner = self.owner(name)
         assert isinstance(owner, Weighted), "other layers are read whole"
-        owner.load_own(*target.keys[0], tensor)
+        owner.load_own(*self.targets[name].keys[0], tensor)
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor to its target. The tensor is invalid afterwards."""
@@ -431,9 +430,8 @@ def load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> None:
         TypeError: a module of `model` owns parameters and is not a WeightOwner.
         ValueError: a parameter of `model` is on the meta device, where nothing can be filled.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device; call to_empty() before load()")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device; call to_empty() before load()")
     plan = plan_load(model, checkpoint, table)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cpu":
@@ -452,7 +450,10 @@ def stream_to(plan: LoadPlan, checkpoint: Checkpoint, device: torch.device, **se
         whole = entry.shape == checkpoint.tensors[entry.name].shape
         (plan.copy if whole else plan.copy_own)(entry.name, tensor)
 
-    stream([plan.wanted(checkpoint.tensors[name]) for name in plan.targets], device, take, **settings)
+    stored = [plan.wanted(checkpoint.tensors[name]) for name in plan.targets if name not in checkpoint.expanded]
+    stream(stored, device, take, **settings)
+    for name, tensor in checkpoint.expand(plan.targets, device):
+        plan.copy(name, tensor)
 
 
 def plan_update(

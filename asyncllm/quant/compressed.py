@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from asyncllm.errors import InvalidCheckpoint
+from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.kernels.scaled import GROUP
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
+from asyncllm.quant.expansion import Expansion, expansion_of_codes, modules_of
 from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
 from asyncllm.quant.scaled import holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
@@ -20,9 +21,24 @@ from asyncllm.quant.settings import Header, QuantSettings
 
 __all__ = ["CompressedTensors", "PackQuantized", "encode_packed", "packed_settings", "scaled_settings"]
 
-_Kind = Literal["pack-quantized", "int-quantized", "float-quantized"]
+_Kind = Literal[
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+]
+
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)
 
 _MARKS = frozenset({"weight_packed", "weight_scale", "weight_zero_point"})
+
+_ORDERED = ("group", "dynamic")
+"""Orders with a weight_g_idx, one under two names."""
+
+_OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
+"""What activations would be rounded by."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +86,12 @@ class PackQuantized(Packed):
 
 @register("compressed-tensors")
 class CompressedTensors(Scheme):
-    """`ignore` lists plain modules; other modules without quantized tensors in the files are plain too."""
+    """`ignore` lists plain modules; other modules without quantized tensors in the files are plain too.
 
-    def __init__(self, groups: list[tuple[list[str], _Kind, QuantSettings]]) -> None:
+    What is neither packed nor multiplied in 8 bits is expanded, and activations for it stay as they are.
+    """
+
+    def __init__(self, groups: list[_Group]) -> None:
         self._groups = groups
 
     @classmethod
@@ -82,22 +101,8 @@ class CompressedTensors(Scheme):
             settings.unsupported("transform_config", "Weights that are turned first are not read.")
         if settings.object("sparsity_config").get("format") not in (None, "dense"):
             settings.unsupported("sparsity_config", "Sparse weights are not read.")
-        whole = settings.get("format")
-        groups = []
         named = settings.object("config_groups")
-        for name in named.fields:
-            group = named.object(name)
-            targets = group.get("targets")
-            if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
-                group.invalid("targets", "where a list of names belongs")
-            kind = group.get("format") or whole
-            if kind == "naive-quantized":
-                kind = f"{group.object('weights').get('type')}-quantized"
-            if kind not in tuple(_CHECKS):
-                named_in = group if group.get("format") else settings
-                named_in.unsupported("format", f"Supported: {', '.join(_CHECKS)}.")
-            _CHECKS[kind](group)
-            groups.append((targets, kind, group))
+        groups = [_Group.read(named.object(name), settings) for name in named.fields]
         if not groups:
             settings.invalid("config_groups", "which names no module")
         return cls(groups)
@@ -105,41 +110,106 @@ class CompressedTensors(Scheme):
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         if not _MARKS & tensors.keys() and not holds_codes(tensors):
             return None
-        kind, group = self._group(module)
-        weights = group.object("weights")
-        if kind == "pack-quantized":
+        group = self._group(module)
+        weights = group.weights
+        if group.kind == "pack-quantized":
             return PackQuantized(
                 bits=weights.integer("num_bits"),
                 group_size=_group_size(weights),
                 scale_dtype=scale_dtype(tensors.get("weight_scale")),
-                ordered=weights.get("actorder") == "group",
+                ordered=weights.get("actorder") in _ORDERED,
                 symmetric=weights.flag("symmetric", True),
             )
-        static = not group.object("input_activations").flag("dynamic", False)
-        dtype = torch.int8 if kind == "int-quantized" else torch.float8_e4m3fn
+        if group.expanded:
+            # Its codes are missing, or of another format.
+            raise InvalidCheckpoint(
+                f"{short(module)} has {', '.join(tensors)}, which are not the tensors of {group.kind}. Download the "
+                f"files again."
+            )
+        static = not group.inputs.flag("dynamic", False)
+        dtype = torch.int8 if group.kind == "int-quantized" else torch.float8_e4m3fn
         return scaled(dtype, "weight_scale", tensors, block=weights.get("strategy") == "block", static=static)
 
-    def _group(self, module: str) -> tuple[_Kind, QuantSettings]:
+    def expansions(
+        self, headers: Mapping[str, Header], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    ) -> Iterator[Expansion]:
+        if not any(group.expanded for group in self._groups):
+            return
+        for module, tensors in modules_of(headers).items():
+            if "weight_packed" not in tensors and not holds_codes(tensors):
+                continue
+            group = self._group(module)
+            if group.expanded:
+                yield expansion_of_codes(
+                    module,
+                    tensors,
+                    codes="weight_packed" if group.kind.endswith("pack-quantized") else "weight",
+                    whole="weight_global_scale" if group.kind == "nvfp4-pack-quantized" else None,
+                    divided=True,
+                    zeros=group.kind == "int-quantized" and not group.weights.flag("symmetric", True),
+                    block=_block(group.weights),
+                    left_out=_OF_INPUTS,
+                )
+
+    def _group(self, module: str) -> _Group:
         """Return the first group that names the module, or else the first that names linear layers."""
-        for targets, kind, group in self._groups:
-            if any(_names(target, module) for target in targets):
-                return kind, group
-        for targets, kind, group in self._groups:
-            if "Linear" in targets:
-                return kind, group
+        for group in self._groups:
+            if any(_names(target, module) for target in group.targets):
+                return group
+        for group in self._groups:
+            if "Linear" in group.targets:
+                return group
         raise InvalidCheckpoint(f"{module} is quantized, and config.json names it in none of its config_groups.")
 
 
-def _check_packed(group: QuantSettings) -> None:
+class _Group(NamedTuple):
+    """One of the config_groups."""
+
+    targets: Sequence[str]
+    kind: _Kind
+    weights: QuantSettings
+    inputs: QuantSettings
+    """Of the activations; empty if these have 16 bits."""
+    expanded: bool
+
+    @staticmethod
+    def read(group: QuantSettings, settings: QuantSettings) -> _Group:
+        """Raises InvalidCheckpoint, UnsupportedModel."""
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+            group.invalid("targets", "where a list of names belongs")
+        for target in targets:
+            try:
+                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            except (re.error, RecursionError):
+                group.invalid("targets", f"of which {short(target)} is no regular expression")
+        weights, inputs = group.object("weights"), group.object("input_activations")
+        kind = group.get("format") or settings.get("format")
+        if kind == "naive-quantized":
+            kind = f"{weights.get('type')}-quantized"
+        if kind not in _KINDS:
+            named_in = group if group.get("format") else settings
+            named_in.unsupported("format", f"Supported: {', '.join(_KINDS)}.")
+        if kind == "pack-quantized":
+            _check_packed(weights)
+            return _Group(targets, kind, weights, inputs, expanded=False)
+        if kind not in ("int-quantized", "float-quantized"):
+            return _Group(targets, kind, weights, inputs, expanded=True)
+        of_floats = kind == "float-quantized"
+        weights.expect("type", "float" if of_floats else "int")
+        weights.expect("num_bits", *((8,) if of_floats else range(2, 9)))
+        weights.expect("strategy", "tensor", "channel", "group", "block")
+        _block(weights)
+        return _Group(targets, kind, weights, inputs, expanded=not _multiplies(weights, inputs, of_floats))
+
+
+def _check_packed(weights: QuantSettings) -> None:
     """Raise UnsupportedModel for packed weights that are not read."""
-    weights = group.object("weights")
-    if group.get("input_activations") is not None:
-        group.unsupported("input_activations", "Packed weights are for activations of 16 bits.")
     weights.expect("type", "int")
     if weights.integer("num_bits") not in (4, 8):
         weights.unsupported("num_bits", "Supported: 4, 8.")
     weights.expect("strategy", "group", "channel")
-    weights.expect("actorder", "group", "weight", "static")
+    weights.expect("actorder", *_ORDERED, "weight", "static")
     weights.expect("dynamic", False)
     weights.flag("symmetric", True)
     _group_size(weights)
@@ -151,37 +221,34 @@ def _group_size(weights: QuantSettings) -> int:
     return weights.group_size("group_size") if grouped else -1
 
 
-def _check_scaled(group: QuantSettings) -> None:
-    """Raise UnsupportedModel for weights and activations of 8 bits that are not read."""
-    kind = "float" if group.object("weights").get("type") == "float" else "int"
-    weights, inputs = group.object("weights"), group.object("input_activations")
-    if group.get("input_activations") is None:
-        group.unsupported("input_activations", "Weights of 8 bits are for activations of 8 bits.")
-    for each in (weights, inputs):
-        each.expect("type", kind)
-        each.expect("num_bits", 8)
-        each.expect("symmetric", True)
-    weights.expect("strategy", "tensor", "channel", *(["block"] if kind == "float" else []))
+def _block(weights: QuantSettings) -> tuple[int, int] | None:
+    """Return the output and input features with one scale; None for a scale of the tensor or the output feature.
+    Raises InvalidCheckpoint."""
+    strategy = weights.get("strategy")
+    if strategy == "group":
+        return 1, max(1, weights.integer("group_size"))
+    if strategy != "block":
+        return None
+    given = weights.get("block_structure")
+    sizes = given.lower().split("x") if isinstance(given, str) else (GROUP, GROUP) if given is None else given
+    if not isinstance(sizes, Sequence) or len(sizes) != 2 or not all(str(each).isdecimal() for each in sizes):
+        weights.invalid("block_structure", "where two sizes belong")
+    return max(1, int(sizes[0])), max(1, int(sizes[1]))
+
+
+def _multiplies(weights: QuantSettings, inputs: QuantSettings, of_floats: bool) -> bool:
+    """Return whether products take activations of 8 bits as these settings have them."""
+    if not inputs.fields or inputs.get("type") not in (None, "float" if of_floats else "int"):
+        return False
+    if inputs.get("num_bits") not in (None, 8) or not inputs.flag("symmetric", True):
+        return False
+    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic") is True
     if weights.get("strategy") == "block":
-        weights.expect("block_structure", [GROUP, GROUP], f"{GROUP}x{GROUP}")
-        inputs.expect("strategy", "group")
-        inputs.expect("group_size", GROUP)
-        inputs.expect("dynamic", True)
-    else:
-        inputs.expect("strategy", "token", "tensor")
-        if kind == "int":
-            inputs.expect("dynamic", True)
-        if inputs.get("strategy") == "tensor" and inputs.flag("dynamic", False):
-            inputs.unsupported("strategy", "Activations have a scale for each token, or one that the file holds.")
-        if inputs.get("strategy") == "token" and not inputs.flag("dynamic", False):
-            inputs.unsupported("dynamic", "Scales for each token are found as tokens come.")
-
-
-_CHECKS: Mapping[_Kind, Callable[[QuantSettings], None]] = {
-    "pack-quantized": _check_packed,
-    "int-quantized": _check_scaled,
-    "float-quantized": _check_scaled,
-}
+        in_groups = strategy in (None, "token") or (strategy == "group" and inputs.get("group_size") in (None, GROUP))
+        return of_floats and dynamic and in_groups and _block(weights) == (GROUP, GROUP)
+    if weights.get("strategy") == "group" or not weights.flag("symmetric", True):
+        return False
+    return strategy in (None, "token") if dynamic else of_floats and strategy in (None, "tensor")
 
 
 def _names(target: str, module: str) -> bool:

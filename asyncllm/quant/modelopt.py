@@ -1,12 +1,16 @@
-"""fp8 as NVIDIA's ModelOpt writes it (`quant_method` "modelopt"), in config.json or in hf_quant_config.json."""
+"""fp8 and NVFP4 as NVIDIA's ModelOpt writes them (`quant_method` "modelopt"), in config.json or in
+hf_quant_config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from asyncllm.kernels.scaled import GROUP
 from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.expansion import Expansion, expansion_of_codes, modules_of
 from asyncllm.quant.scaled import holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
@@ -14,25 +18,48 @@ from asyncllm.quant.settings import Header, QuantSettings
 __all__ = ["ModelOpt"]
 
 _STATIC = {"FP8": True, "FP8_PER_CHANNEL_PER_TOKEN": False}
-"""Whether the scales of activations are in the file."""
+"""Of weights that are multiplied in 8 bits: whether the scales of activations are in the file."""
+_EXPANDED = frozenset({"NVFP4", "W4A16_NVFP4", "MXFP8", "FP8_PB_WO"})
+_MIXED = "MIXED_PRECISION"
+"""`quantized_layers` names one of the others for each module, as the files show."""
 
 
-@register("modelopt")
+@register("modelopt", "modelopt_fp4")
 class ModelOpt(Scheme):
-    """`weight` in e4m3 with `weight_scale`, of the tensor with an `input_scale`, or of each output feature."""
+    """`weight` in e4m3 with `weight_scale`, of the tensor with an `input_scale`, or of each output feature.
 
-    def __init__(self, *, static: bool) -> None:
-        self._static = static
+    Weights of other kinds are expanded, and activations for them stay as they are: NVFP4 with a `weight_scale_2` of the
+    tensor besides, MXFP8, and e4m3 in blocks.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
 
     @classmethod
     def read(cls, settings: QuantSettings) -> ModelOpt:
         inner = settings.object("quantization") if settings.get("quantization") is not None else settings
-        inner.expect("quant_algo", *_STATIC)
-        if inner.get("quant_algo") is None:
+        name = inner.get("quant_algo")
+        if name is None:
             inner.invalid("quant_algo", "where the name of one belongs")
-        return cls(static=_STATIC[inner.get("quant_algo")])
+        known = (*_STATIC, *sorted(_EXPANDED), _MIXED)
+        if not isinstance(name, str) or name.upper() not in known:
+            inner.unsupported("quant_algo", f"Supported: {', '.join(known)}.")
+        return cls(name.upper())
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         if "weight_scale" not in tensors and not holds_codes(tensors):
             return None
-        return scaled(torch.float8_e4m3fn, "weight_scale", tensors, block=False, static=self._static)
+        static = _STATIC.get(self._algorithm, "input_scale" in tensors)
+        return scaled(torch.float8_e4m3fn, "weight_scale", tensors, block=False, static=static)
+
+    def expansions(
+        self, headers: Mapping[str, Header], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    ) -> Iterator[Expansion]:
+        if self._algorithm in _STATIC:
+            return
+        for module, tensors in modules_of(headers).items():
+            dtype, scale = (tensors[each].dtype if each in tensors else "" for each in ("weight", "weight_scale"))
+            if dtype == "U8":
+                yield expansion_of_codes(module, tensors, whole="weight_scale_2", left_out=["input_scale"])
+            elif dtype == "F8_E4M3" and (self._algorithm in _EXPANDED or scale == "U8"):
+                yield expansion_of_codes(module, tensors, block=(GROUP, GROUP), left_out=["input_scale"])

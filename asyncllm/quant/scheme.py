@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from torch import Tensor
+
 import asyncllm.quant
 from asyncllm.errors import InvalidParameter, UnsupportedModel, short
 from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.expansion import Expansion
 from asyncllm.quant.settings import Header, QuantSettings
 
 __all__ = ["Scheme", "refuse_mlx", "register", "scheme_of"]
@@ -25,6 +28,8 @@ _BY_KEY: Mapping[str, str] = {
     "quant_algo": "modelopt",
     "config_groups": "compressed-tensors",
     "quantization": "modelopt",
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
 }
 """Entry of settings without a `quant_method` -> the method."""
 
@@ -50,6 +55,15 @@ class Scheme(ABC):
 
         Raises InvalidCheckpoint and UnsupportedModel.
         """
+
+    def expansions(
+        self, headers: Mapping[str, Header], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    ) -> Iterable[Expansion]:
+        """Yield the weights that are expanded while they are read, and are plain to `method` and all others.
+
+        `headers` are those of all tensors; `read` returns some, small ones. Raises as `method` does.
+        """
+        return ()
 
 
 def register(*names: str) -> Callable[[_Class], _Class]:

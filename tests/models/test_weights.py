@@ -363,7 +363,7 @@ def test_a_module_that_cannot_be_loaded_is_a_mistake_of_ours(tmp_path: Path) -> 
 def test_a_parameter_without_memory_is_a_mistake_of_ours(tmp_path: Path) -> None:
     model = Model()
     model.norm.to("meta")
-    with pytest.raises(ValueError, match=r"norm\.weight is on the meta device"):
+    with pytest.raises(ValueError, match="is on the meta device"):
         load(model, save(tmp_path, hub_tensors()), TABLE)
 
 

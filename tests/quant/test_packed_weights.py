@@ -262,7 +262,7 @@ def test_zero_points_that_the_writer_damaged_are_refused(dense: Path, tmp_path: 
         ("awq-gemm-32", {"group_size": 64}, InvalidCheckpoint, r"\[8, 16\], and config.json asks for \[4, 16\]"),
         ("awq-gemm-32", {"zero_point": False}, UnsupportedModel, "zero_point"),
         ("awq-gemm-32", {"quant_method": "quip"}, UnsupportedModel, "quant_method = 'quip'.*awq"),
-        ("awq-gemm-32", {"quant_method": "bitsandbytes"}, UnsupportedModel, "bitsandbytes.*bfloat16"),
+        ("awq-gemm-32", {"quant_method": "aqlm"}, UnsupportedModel, "aqlm.*bfloat16"),
         (
             "awq-gemm-32",
             {"quant_method": "gptq"},
@@ -272,10 +272,11 @@ def test_zero_points_that_the_writer_damaged_are_refused(dense: Path, tmp_path: 
         ("gptq-4-128", {"bits": 5}, UnsupportedModel, "bits = 5"),
         ("gptq-4-128", {"checkpoint_format": "marlin"}, UnsupportedModel, "checkpoint_format = 'marlin'"),
         ("gptq-4-128", {"desc_act": "no"}, InvalidCheckpoint, "desc_act = 'no'"),
-        ("packed-4-32", {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "format = 'nvfp4-pack-quantized'"),
+        ("packed-4-32", {"format": "marlin-24"}, UnsupportedModel, "format = 'marlin-24'"),
         ("packed-4-32", {"transform_config": {"R1": 1}}, UnsupportedModel, "transform_config"),
         ("packed-4-32", {"config_groups": {}}, InvalidCheckpoint, "config_groups"),
         ("packed-4-32", {"config_groups": {"g": {"targets": ["re:.*up_proj"]}}}, InvalidCheckpoint, "num_bits"),
+        ("packed-4-32", {"config_groups": {"g": {"targets": ["re:*up"]}}}, InvalidCheckpoint, "no regular expression"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_named(

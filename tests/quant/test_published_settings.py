@@ -290,8 +290,8 @@ def test_a_file_of_its_own_has_modelopt_s_settings(dense: Path, tmp_path: Path) 
     file = folder / "hf_quant_config.json"
     file.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": inner}))
     assert_as_read_by_numpy(folder, fp8("tensor", static=True))
-    file.write_text(json.dumps({"quantization": {**inner, "quant_algo": "NVFP4"}}))
-    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json.*quant_algo = 'NVFP4'"):
+    file.write_text(json.dumps({"quantization": {**inner, "quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json.*quant_algo = 'W4A8_AWQ'"):
         open_cpu(folder)
 
 
@@ -366,44 +366,30 @@ REFUSED: dict[str, tuple[Format | Eight, dict[str, Any], str]] = {
     ),
     "AutoRound's activations of 4 bits": (gptq(4, 64), {"quant_method": "auto-round", "act_bits": 4}, "act_bits = 4"),
     "AutoRound's floats": (gptq(4, 64), {"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
-    "AMD's MXFP4": (
+    "AMD's int4": (
         fp8("tensor"),
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}, "input_tensors": QUARK}},
-        "dtype = 'fp4'",
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}, "input_tensors": QUARK}},
+        "dtype = 'int4'",
     ),
-    "AMD's layers of several kinds": (
+    "AMD's layers by their class": (
         fp8("tensor"),
-        {"quant_method": "quark", "layer_quant_config": {"*q_proj": {"weight": QUARK}}},
-        "layer_quant_config",
+        {"quant_method": "quark", "layer_type_quant_config": {"Conv1d": {"weight": QUARK}}},
+        "layer_type_quant_config",
     ),
-    "bitsandbytes": (
+    "HQQ": (
         awq(128),
-        {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"},
-        "'bitsandbytes'.*bfloat16",
+        {"quant_config": {"weight_quant_params": {"nbits": 4}}, "quant_method": "hqq"},
+        "'hqq'.*bfloat16",
     ),
-    "ModelOpt's NVFP4 without the method's name": (
+    "ModelOpt's AWQ without the method's name": (
         fp8("tensor"),
-        {"quant_method": None, "config_groups": {"group_0": {}}, "quant_algo": "NVFP4"},
-        "quant_algo = 'NVFP4'",
+        {"quant_method": None, "config_groups": {"group_0": {}}, "quant_algo": "W4A16_AWQ"},
+        "quant_algo = 'W4A16_AWQ'",
     ),
-    "activations with zero points": (
-        eight("int8", "channel"),
-        {
-            "config_groups": group(
-                numbers(8, "int", "channel"), numbers(8, "int", "token", dynamic=True, symmetric=False)
-            )
-        },
-        "input_activations: symmetric",
-    ),
-    "static int8": (
-        eight("int8", "channel"),
-        {"config_groups": group(numbers(8, "int", "channel"), numbers(8, "int", "tensor"))},
-        "input_activations: dynamic",
-    ),
-    "fp8 for activations of 16 bits": (
+    "fp8 of another type": (
         eight("e4m3", "channel"),
-        {"config_groups": group(numbers(8, "float", "channel"), None)},
-        "input_activations",
+        {"config_groups": group(numbers(8, "int", "channel"), None)},
+        "weights: type = 'int'",
     ),
     "a list of formats": (packed(4, 32), {"format": ["pack-quantized"]}, "format = "),
     "sparse weights": (packed(4, 32), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),

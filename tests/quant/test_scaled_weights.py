@@ -244,17 +244,39 @@ def test_groups_that_cannot_be_honoured_are_named(dense: Path, tmp_path: Path) -
     fmt = FORMATS["compressed-int8-channel"]
     folder = write(dense, tmp_path / "model", fmt)
     group = fmt.config["config_groups"]["group_0"]
-    for where, changes, says in [
-        ("weights", {"symmetric": False}, "symmetric"),
-        ("weights", {"num_bits": 4}, "num_bits"),
-        ("weights", {"strategy": "block"}, "strategy"),
-        ("input_activations", {"dynamic": False}, "dynamic"),
-        ("input_activations", {"strategy": "group"}, "strategy"),
+    for changes, says in [
+        ({"num_bits": 16}, "num_bits"),
+        ({"strategy": "attn_head"}, "strategy"),
+        ({"type": "float"}, "type"),
     ]:
-        changed = {**group, where: {**group[where], **changes}}
-        write_config(folder, {**fmt.config, "config_groups": {"group_0": changed}})
-        with pytest.raises(UnsupportedModel, match=f"{where}: {says}"):
+        write_config(
+            folder, {**fmt.config, "config_groups": {"g": {**group, "weights": {**group["weights"], **changes}}}}
+        )
+        with pytest.raises(UnsupportedModel, match=f"weights: {says}"):
             open_cpu(folder)
+
+
+@pytest.mark.parametrize(
+    ("where", "changes"),
+    [
+        ("weights", {"strategy": "group", "group_size": 256}),
+        ("input_activations", {"dynamic": False}),
+        ("input_activations", {"strategy": "group"}),
+        ("input_activations", {"symmetric": False}),
+        ("input_activations", None),
+    ],
+)
+def test_products_that_round_otherwise_take_plain_weights(
+    where: str, changes: dict[str, Any] | None, dense: Path, tmp_path: Path
+) -> None:
+    """The weights are those of the file, and activations stay as they are."""
+    fmt = FORMATS["compressed-int8-channel"]
+    folder = write(dense, tmp_path / "model", fmt, lambda name: name.endswith("q_proj.weight"))
+    group = fmt.config["config_groups"]["group_0"]
+    changed = {**group, where: None if changes is None else {**group[where], **changes}}
+    write_config(folder, {**fmt.config, "config_groups": {"group_0": changed}})
+    assert not scaled_layers(open_cpu(folder))
+    torch.testing.assert_close(logits_of(open_cpu(folder)), logits_of(open_cpu(folder / "plain")), rtol=0, atol=1e-5)
 
 
 def test_plain_weights_are_rounded_as_they_are_read(tmp_path: Path) -> None:

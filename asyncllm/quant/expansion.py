@@ -1,0 +1,157 @@
+"""Weights that no product here takes as the files have them: they are expanded to plain ones while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.kernels.packed import E2M1, E8M0_BIAS
+from asyncllm.quant.settings import Header
+
+__all__ = ["Expansion", "expansion_of_codes", "expect", "halves", "modules_of"]
+
+_FLOATS = ("F32", "BF16", "F16")
+_EXPONENTS = ("U8", "F8_E8M0")
+"""Scales that are powers of two, a byte each."""
+_NAN = 255
+"""Of those."""
+_NVFP4_GROUP, _MX_GROUP = 16, 32
+"""Input features with one scale."""
+
+Block = tuple[int, int]
+"""Output and input features with one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A plain tensor that several of the files' stand for."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: Mapping[str, str]
+    """Suffix -> the name of a tensor that it is made of."""
+    expand: Callable[[Mapping[str, Tensor]], Tensor]
+    """Tensors by suffix -> the plain one, float32. Raises InvalidCheckpoint for impossible values."""
+    left_out: Sequence[str] = ()
+    """Names of tensors that only the rounding of activations needs, which stay as they are."""
+
+
+def modules_of(headers: Mapping[str, Header]) -> Mapping[str, Mapping[str, Header]]:
+    """Return module -> its tensors by suffix, of tensors that are called by the module's name and a suffix."""
+    found: dict[str, dict[str, Header]] = {}
+    for name, header in headers.items():
+        module, _, suffix = name.rpartition(".")
+        found.setdefault(module, {})[suffix] = header
+    return found
+
+
+def expect(
+    module: str, tensors: Mapping[str, Header], suffix: str, dtypes: Sequence[str], *shapes: Sequence[int]
+) -> str:
+    """Return the name of a tensor, which is to have one of these types and, if any are given, of these shapes. Raises
+    InvalidCheckpoint for one that is missing or has another shape, UnsupportedModel for another type."""
+    name, header = f"{module}.{suffix}", tensors.get(suffix)
+    if header is None:
+        raise InvalidCheckpoint(f"tensor {short(name)} is missing. Download the files again.")
+    if header.dtype not in dtypes:
+        raise UnsupportedModel(f"tensor {short(name)} is {header.dtype}, where {' or '.join(dtypes)} is read.")
+    if shapes and header.shape not in [tuple(each) for each in shapes]:
+        raise InvalidCheckpoint(
+            f"tensor {short(name)} has shape {short(list(header.shape))}, and the weight that it belongs to asks for "
+            f"{' or '.join(str(list(each)) for each in shapes)}. Check that config.json belongs to these weights."
+        )
+    return name
+
+
+def halves(codes: Tensor, *, high_first: bool = False) -> Tensor:
+    """uint8 [..., B], two numbers of 4 bits each -> uint8 [..., 2 B]."""
+    pair = (codes >> 4, codes & 15) if high_first else (codes & 15, codes >> 4)
+    return torch.stack(pair, -1).flatten(-2)
+
+
+def expansion_of_codes(
+    module: str,
+    tensors: Mapping[str, Header],
+    *,
+    codes: str = "weight",
+    whole: str | None = None,
+    divided: bool = False,
+    zeros: bool = False,
+    block: Block | None = None,
+    left_out: Sequence[str] = (),
+) -> Expansion:
+    """Return the weight of a module with `codes` and a `weight_scale`.
+
+    Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with a
+    scale for the tensor, the output feature or each `block`; or e4m3 with exponents in groups of 32 (MXFP8).
+    `whole`: the scale of the whole tensor besides, by which the others are multiplied, or `divided`. `zeros`:
+    codes are those of integers with a `weight_zero_point`. Raises InvalidCheckpoint, UnsupportedModel.
+    """
+    sources = {codes: expect(module, tensors, codes, ("U8", "F8_E4M3", "I8"))}
+    stored = tensors[codes]
+    if len(stored.shape) != 2:
+        raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is no matrix.")
+    paired = stored.dtype == "U8"
+    rows, columns = stored.shape[0], stored.shape[1] * (2 if paired else 1)
+    exponents = "weight_scale" in tensors and tensors["weight_scale"].dtype in _EXPONENTS
+    if paired or exponents:
+        block = (1, _MX_GROUP if exponents else _NVFP4_GROUP)
+    shapes: list[Sequence[int]] = [(), (1,), (rows,), (rows, 1)]
+    if block is not None:
+        many = tuple(-(-size // each) for size, each in zip((rows, columns), block, strict=True))
+        # ModelOpt has an axis for what each block holds.
+        shapes = [many, (many[0], 1, many[1], 1)]
+    dtypes = _EXPONENTS if exponents else ("F8_E4M3",) if paired else _FLOATS
+    sources["weight_scale"] = expect(module, tensors, "weight_scale", dtypes, *shapes)
+    if whole is not None:
+        sources[whole] = expect(module, tensors, whole, ("F32",), (), (1,))
+    if zeros:
+        shape = tensors["weight_scale"].shape
+        sources["weight_zero_point"] = expect(module, tensors, "weight_zero_point", ("I8",), shape)
+    names = [f"{module}.{suffix}" for suffix in left_out if suffix in tensors]
+    expand = partial(_expand, codes=codes, whole=whole, divided=divided, block=block)
+    return Expansion(f"{module}.weight", (rows, columns), sources, expand, names)
+
+
+def _expand(
+    tensors: Mapping[str, Tensor], *, codes: str, whole: str | None, divided: bool, block: Block | None
+) -> Tensor:
+    stored = tensors[codes]
+    if stored.dtype == torch.uint8:
+        table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=stored.device)
+        values = table[halves(stored).int()]
+    else:
+        values = stored.float()
+    scales = _numbers(tensors["weight_scale"])
+    if whole is not None:
+        scales = scales / tensors[whole].float() if divided else scales * tensors[whole].float()
+        if not scales.isfinite().all():
+            raise InvalidCheckpoint("the scale of the whole weight is no number that others can be taken by")
+    if "weight_zero_point" in tensors:
+        values = values - _spread(tensors["weight_zero_point"].float(), values, block)
+    return values * _spread(scales, values, block)
+
+
+def _numbers(scales: Tensor) -> Tensor:
+    if scales.element_size() == 1 and scales.dtype != torch.float8_e4m3fn:
+        exponents = scales.view(torch.uint8)
+        if (exponents == _NAN).any():
+            raise InvalidCheckpoint("the scales of this weight are not all numbers; download it again")
+        return torch.ldexp(torch.ones(exponents.shape, device=scales.device), exponents.int() - E8M0_BIAS)
+    if not scales.float().isfinite().all():
+        raise InvalidCheckpoint("the scales of this weight are not all finite; download it again")
+    return scales.float()
+
+
+def _spread(numbers: Tensor, weight: Tensor, block: Block | None) -> Tensor:
+    """Return numbers of the tensor, of each output feature or of each block so that they multiply the weight."""
+    if block is None:
+        return numbers.reshape(-1, 1)
+    rows, columns = weight.shape
+    many = numbers.reshape(-(-rows // block[0]), -1)
+    return many.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
