@@ -21,7 +21,7 @@ class DeepseekV32(DeepseekV3):
     tiny: ClassVar[dict[str, Any]] = {
         **{key: value for key, value in DeepseekV3.tiny.items() if key != "topk_method"},
         "model_type": "deepseek_v32",
-        "index_topk": 128,
+        "index_topk": 256,
         "index_head_dim": 16,
         "index_n_heads": 2,
     }
