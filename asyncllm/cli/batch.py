@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from contextlib import ExitStack
@@ -36,10 +37,10 @@ def _batch(options: argparse.Namespace) -> int:
     engine_config, template = flags.load(options, EngineConfig), load_template(options)
 
     with ExitStack() as files:
-        source = sys.stdin if options.input == "-" else _opened(files, options.input, "r", "input")
+        source = _opened(files, options.input, "r", "input")
         if options.input != "-" and os.path.exists(options.output) and os.path.samefile(options.input, options.output):
             raise InvalidParameter(f"{options.output} holds the requests. Give another file for the answers.", "output")
-        target = sys.stdout if options.output == "-" else _opened(files, options.output, "w", "output")
+        target = _opened(files, options.output, "w", "output")
 
         import asyncio
 
@@ -55,8 +56,16 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _opened(files: ExitStack, name: str, mode: Literal["r", "w"], param: str) -> TextIO:
+    """Open a file, or the standard stream in its place, as lines of JSON: a line that is no UTF-8 is refused by itself,
+    and what no file can hold is written as JSON spells it."""
+    encoding, errors = ("utf-8-sig", "surrogateescape") if mode == "r" else ("utf-8", "backslashreplace")
+    if name == "-":
+        standard = sys.stdin if mode == "r" else sys.stdout
+        if isinstance(standard, io.TextIOWrapper):
+            standard.reconfigure(encoding=encoding, errors=errors)
+        return standard
     try:
-        file: TextIO = open(name, mode, encoding="utf-8")  # noqa: SIM115 - the stack closes it
+        file: TextIO = open(name, mode, encoding=encoding, errors=errors)  # noqa: SIM115 - the stack closes it
     except OSError as error:
         raise InvalidParameter(f"{name} cannot be opened: {error.strerror or error}.", param) from None
     return files.enter_context(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
+    _take_any_characters()
     parser = _parser()
     options = parser.parse(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     try:
@@ -61,6 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.flush()
             except OSError:
                 _give_up(sys.stderr)
+
+
+def _take_any_characters() -> None:
+    """Let a terminal of few characters show the others spelled out, and what is no text of its encoding be refused
+    where it is used."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:

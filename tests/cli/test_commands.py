@@ -14,6 +14,7 @@ import pytest
 
 from asyncllm import EngineConfig, cli
 from asyncllm.cli import doctor, flags
+from asyncllm.testing import FakePipeline
 from asyncllm.text import templates
 from tests.processes import children_seconds
 from tests.terminal import Terminal
@@ -33,6 +34,17 @@ def test_the_file_of_requests_is_not_written_over(tmp_path: Path, capsys: pytest
         assert cli.main(["batch", "tiny-chat", str(requests), output]) == 2
         assert re.search(says, capsys.readouterr().err)
     assert requests.read_text(encoding="utf-8") == "{}\n"
+
+
+def test_lines_of_a_batch_that_are_no_text(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Each is refused by itself. A byte order mark is none of the first line's text."""
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    body = b'"url": "/v1/completions", "body": {"prompt": "hi", "max_tokens": 2}'
+    ids = [b"first", b"no \xff text", rb"half \ud800"]
+    requests.write_bytes(b"\xef\xbb\xbf" + b"\n".join(b'{"custom_id": "%b", %b}' % (name, body) for name in ids))
+    assert cli.main(["batch", str(tiny_checkpoint), str(requests), str(answers), *SMALL]) == 0
+    found = {json.loads(line)["custom_id"]: json.loads(line)["error"] for line in answers.read_bytes().splitlines()}
+    assert found == {"first": None, "no \udcff text": None, "half \ud800": None}
 
 
 class TestRun:
@@ -66,6 +78,19 @@ class TestRun:
             assert cli.main(["run", *arguments, *SMALL, "--ignore-eos", "--max-new-tokens", "4"]) == 0
             answers.append(capsys.readouterr().out)
         assert answers[0] == answers[1] == answers[2]
+
+    def test_a_terminal_of_few_characters(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.modules["asyncllm.pipeline"], "Pipeline", lambda *_: FakePipeline("Zo\xeb"))
+        screen = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, "ascii"))
+        for typed, status in ((b"hi", 0), (b"hi \xff", 1)):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "ascii"))
+            assert cli.main(["run", "fake", "-"]) == status
+        sys.stdout.flush()
+        assert screen.getvalue() == rb"Zo\xeb" + b"\n"
+        assert "lone surrogate" in capsys.readouterr().err
 
     def test_settings_reach_the_model(self, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["run", str(tiny_checkpoint), "hi", "--num-gpu-blocks", "1", "--block-size", "4"]) == 1
