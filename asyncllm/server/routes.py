@@ -27,6 +27,7 @@ from asyncllm.server.lmdeploy.requests import (
     EncodeRequest,
     GenerateRequest,
     InteractiveRequest,
+    PerplexityRequest,
     TokenizeRequest,
 )
 from asyncllm.server.lmdeploy.responses import (
@@ -34,9 +35,10 @@ from asyncllm.server.lmdeploy.responses import (
     EncodeResponse,
     GenerateResponse,
     InteractiveResponse,
+    PerplexityResponse,
     TokenizeResponse,
 )
-from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, tokenize
+from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, get_ppl, tokenize
 from asyncllm.server.observe.probes import Health, Load, health, live, load, metrics, ready
 from asyncllm.server.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
 from asyncllm.server.ollama.generate import (
@@ -336,6 +338,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
+    ),
+    Route(
+        method="POST",
+        path="/get_ppl",
+        handler=get_ppl,
+        auth=Auth.KEY,
+        body=PerplexityRequest,
+        answer=PerplexityResponse,
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
     # A hub id contains a slash.

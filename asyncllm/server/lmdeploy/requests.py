@@ -1,5 +1,5 @@
-"""The bodies of the routes that are not OpenAI's: LMDeploy's /generate, /v1/chat/interactive and /v1/encode, vLLM's
-/tokenize and /detokenize. Other names are looked up in the table of `neutral`, as for those."""
+"""The bodies of the routes that are not OpenAI's: LMDeploy's /generate, /v1/chat/interactive, /v1/encode and
+/get_ppl, vLLM's /tokenize and /detokenize. Other names are looked up in the table of `neutral`, as for those."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from asyncllm.server.request.fields import (
     ImageOptions,
     ImageUrls,
     NewTokens,
+    PolicyFields,
     SamplingFields,
     Variables,
 )
 
-__all__ = ["DetokenizeRequest", "EncodeRequest", "GenerateRequest", "InteractiveRequest", "TokenizeRequest"]
+__all__ = [
+    "DetokenizeRequest",
+    "EncodeRequest",
+    "GenerateRequest",
+    "InteractiveRequest",
+    "PerplexityRequest",
+    "TokenizeRequest",
+]
 
 
 class LMDeployFields(SamplingFields, kw_only=True):
@@ -96,3 +104,10 @@ class EncodeRequest(Body, kw_only=True):
     do_preprocess: bool = False
     """Encode each text as a user's message."""
     add_bos: bool = True
+
+
+class PerplexityRequest(PolicyFields, kw_only=True):
+    """The body of POST /get_ppl."""
+
+    input: str | list[int]
+    """A text, which is encoded as it is, or token ids."""

@@ -12,6 +12,7 @@ __all__ = [
     "GenerateMeta",
     "GenerateResponse",
     "InteractiveResponse",
+    "PerplexityResponse",
     "TokenizeResponse",
 ]
 
@@ -67,3 +68,8 @@ class EncodeResponse(msgspec.Struct, kw_only=True):
     input_ids: list[int | list[int]]
     length: int | list[int]
     """Of `input_ids`; of each of them for a list of texts."""
+
+
+class PerplexityResponse(msgspec.Struct, kw_only=True):
+    ppl: float
+    """The mean cross-entropy of the tokens after the first, in nats: the logarithm of the perplexity."""

@@ -1,4 +1,5 @@
-"""POST /tokenize, /detokenize and /v1/encode: texts and conversations as token ids, and back."""
+"""POST /tokenize, /detokenize and /v1/encode: texts and conversations as token ids, and back. POST /get_ppl: how well
+the model predicts them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from aiohttp import web
 
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import json_response
-from asyncllm.server.lmdeploy.requests import DetokenizeRequest, EncodeRequest, TokenizeRequest
-from asyncllm.server.lmdeploy.responses import DetokenizeResponse, EncodeResponse, TokenizeResponse
-from asyncllm.server.request.arguments import template_options
+from asyncllm.server.lmdeploy.requests import DetokenizeRequest, EncodeRequest, PerplexityRequest, TokenizeRequest
+from asyncllm.server.lmdeploy.responses import (
+    DetokenizeResponse,
+    EncodeResponse,
+    PerplexityResponse,
+    TokenizeResponse,
+)
+from asyncllm.server.request.arguments import request_options, template_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.history import normalised
 from asyncllm.server.service import service_of
 
-__all__ = ["detokenize", "encode_texts", "tokenize"]
+__all__ = ["detokenize", "encode_texts", "get_ppl", "tokenize"]
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -69,3 +75,15 @@ async def encode_texts(request: web.Request) -> web.Response:
     )
     length = len(ids) if isinstance(body.input, str) else [len(each) for each in ids]
     return json_response(EncodeResponse(input_ids=ids, length=length))
+
+
+async def get_ppl(request: web.Request) -> web.Response:
+    """The mean cross-entropy of a text's tokens after the first, as LMDeploy's route gives it."""
+    service = service_of(request)
+    body = await read_request(request, PerplexityRequest)
+    adapter = service.adapter_of(body.model)
+    ids: Any = body.input
+    if isinstance(ids, str):
+        ids = await service.engine.encode(ids, do_preprocess=False, bounded=True, adapter_name=adapter)
+    ppl = await service.engine.get_ppl(ids, adapter_name=adapter, **request_options(request, body))
+    return json_response(PerplexityResponse(ppl=ppl))

@@ -11,6 +11,7 @@ from asyncllm.server.lmdeploy.requests import (
     EncodeRequest,
     GenerateRequest,
     InteractiveRequest,
+    PerplexityRequest,
     TokenizeRequest,
 )
 from asyncllm.server.request.neutral import NEUTRAL
@@ -26,6 +27,7 @@ PATHS: dict[type[Any], tuple[str, dict[str, Any]]] = {
     TokenizeRequest: ("/tokenize", {"prompt": "ping"}),
     DetokenizeRequest: ("/detokenize", {"tokens": [1]}),
     EncodeRequest: ("/v1/encode", {"input": "ping"}),
+    PerplexityRequest: ("/get_ppl", {"input": "ping"}),
 }
 """Where a Struct is sent, and a request that is served."""
 

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/encode."""
+"""POST /tokenize, /detokenize, /v1/encode and /get_ppl."""
 
 from __future__ import annotations
 
@@ -63,6 +63,15 @@ async def test_encode_takes_one_text_or_several() -> None:
         assert answer["input_ids"] == served.engine.tokenizer.encode("\x02user\x1fab\x03\x02assistant\x1f")
 
 
+async def test_perplexity_is_the_librarys() -> None:
+    async with serving(with_bos()) as served:
+        for given, ids in (("ab", [256, 97, 98]), ([97, 98, 99], [97, 98, 99])):
+            expected = await served.engine.get_ppl(ids)
+            assert await served.post("/get_ppl", {"model": "fake", "input": given}) == (200, {"ppl": expected})
+        status, answer = await served.post("/get_ppl", {"input": LONG})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "code"),
     [
@@ -79,6 +88,11 @@ async def test_encode_takes_one_text_or_several() -> None:
         ("/detokenize", {"tokens": [258]}, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": [-1] * 5000}, "tokens", "invalid_value"),
         ("/detokenize", {"tokens": ["a"]}, "tokens", "invalid_type"),
+        ("/get_ppl", {}, "input", "missing_required_parameter"),
+        ("/get_ppl", {"input": ""}, "input", "invalid_value"),
+        ("/get_ppl", {"input": "a"}, "input", "invalid_value"),
+        ("/get_ppl", {"input": [97, 258]}, "input", "invalid_value"),
+        ("/get_ppl", {"input": ["a"]}, "input", "invalid_type"),
         ("/v1/encode", {"input": []}, "input", "invalid_value"),
         ("/v1/encode", {"input": ["a"] * 257}, "input", "invalid_value"),
         ("/v1/encode", {"input": "a", "prompt": "a"}, "prompt", "unsupported_parameter"),
