@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from asyncllm.config import EngineConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
+from asyncllm.config import EngineConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from asyncllm.types import Response
 
-__all__ = ["EngineConfig", "GenerationConfig", "PytorchEngineConfig", "Response", "TurbomindEngineConfig"]
+__all__ = [
+    "EngineConfig",
+    "GenerationConfig",
+    "PytorchEngineConfig",
+    "Response",
+    "TurbomindEngineConfig",
+    "VisionConfig",
+]

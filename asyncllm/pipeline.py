@@ -487,7 +487,7 @@ def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs,
 
 def _sequences(input_ids: Any) -> list[Any]:
     """Return a list of sequences, of one if `input_ids` is a single one."""
-    several = isinstance(input_ids, Sequence) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
+    several = isinstance(input_ids, list | tuple) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
     return list(input_ids) if several else [input_ids]
 
 

@@ -106,6 +106,11 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match=next(iter(options))):
             ask(pipe, "ping", **options)
 
+    def test_how_to_sample_is_said_in_a_config(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidParameter, match=r"Pass gen_config=GenerationConfig\(temperature=") as caught:
+            ask(pipe, "ping", temperature=0.5)
+        assert caught.value.param == "temperature"
+
     @pytest.mark.parametrize("case", labelled([case for case in bad_values(EngineConfig) if case not in DEFAULTS]))
     def test_engine_field(self, case: tuple[str, Any]) -> None:
         name, value = case
@@ -284,8 +289,12 @@ class TestPrompts:
         assert pipe.stats().requests_finished == before
 
     def test_token_ids_are_no_prompt_of_their_own(self, pipe: FakePipeline) -> None:
-        with pytest.raises(InvalidMessage):
+        with pytest.raises(InvalidMessage, match=r"Pass \[token_ids\]"):
             pipe([5])
+
+    def test_bytes_are_no_messages(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidMessage, match="not bytes"):
+            ask(pipe, b"x")
 
     @pytest.mark.parametrize("prompt", labelled(MESSAGES))
     def test_the_same_in_a_session(self, pipe: FakePipeline, prompt: Any) -> None:
@@ -310,6 +319,10 @@ class TestPrompts:
             ask(pipe, input_ids=input_ids)
         with pytest.raises(InvalidParameter):
             pipe.get_ppl([input_ids])
+
+    def test_a_text_is_no_list_of_sequences(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidParameter, match="not str"):
+            pipe.get_ppl("two words")  # type: ignore[arg-type]
 
     def test_no_token_ids(self, pipe: FakePipeline) -> None:
         with pytest.raises(InvalidMessage, match="no tokens"):

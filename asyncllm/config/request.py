@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
+from asyncllm.config.generation import GenerationConfig
 from asyncllm.config.settings import MAX_COUNT, Settings
 from asyncllm.config.tools import MAX_TOOLS, ToolChoice, check_tools, choice_of
 from asyncllm.errors import InvalidParameter
@@ -94,6 +95,15 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
     separate_reasoning: Annotated[
         bool, Meta(description="Separate the model's reasoning from its answer, if its format is known.")
     ] = True
+
+    @classmethod
+    def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        for name in fields:
+            if name in GenerationConfig.__struct_fields__:
+                raise InvalidParameter(
+                    f"{name} is a field of GenerationConfig. Pass gen_config=GenerationConfig({name}=...).", name
+                )
+        return super().own_fields(fields)
 
     @property
     def continues(self) -> bool | None:

@@ -40,6 +40,8 @@ def check_one_prompt(messages: object, input_ids: object) -> None:
             "The prompt is given twice, as messages and as input_ids, and one of them would be ignored. Pass one.",
             "input_ids",
         )
+    if isinstance(messages, bytes):
+        raise no_prompt(messages)
     if is_token_ids(messages):
         raise InvalidMessage(
             "A prompt is a str or a list of messages, and these are numbers. Pass token ids as input_ids=[...]."
@@ -78,6 +80,8 @@ def pair_with_configs(
 ) -> list[tuple[Any, Any]]:
     """Return (prompt, its config) for each prompt. Raises InvalidMessage for a value that cannot be a prompt, and
     InvalidParameter unless there is one config, or one per prompt."""
+    if is_token_ids(prompts):
+        raise InvalidMessage("These are the token ids of a prompt, and a list of prompts is needed. Pass [token_ids].")
     items: list[Any] = [prompts] if is_single(prompts) else list(prompts)
     for item in items:
         if not isinstance(item, Sequence) or isinstance(item, bytes):
