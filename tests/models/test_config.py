@@ -436,7 +436,7 @@ def test_command_models_have_bases_of_their_own(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
     longer = {"max_position_embeddings": 163840}
-    assert read(tmp_path, longer, tiny(architecture)).max_position == 128
+    assert read(tmp_path, longer, tiny(architecture)).max_position == 256
     assert read(tmp_path, {**longer, "index_topk": ABSENT}, tiny(architecture)).max_position == 2048
     with pytest.raises(UnsupportedModel, match=r"index_topk = 256.*Leave the scaling out"):
         read(tmp_path, longer, tiny(architecture), rope_scaling_factor=2.0)
