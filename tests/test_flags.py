@@ -80,6 +80,8 @@ def test_bounds_are_those_of_the_struct() -> None:
         parse(EngineConfig, "--tp", "65")
     with pytest.raises(InvalidParameter, match=r"'tiny-chat' is not NAME=VALUE.*before the option"):
         parse(EngineConfig, "--adapters", "a=b", "--adapters", "tiny-chat")
+    with pytest.raises(InvalidParameter, match="'a' is given twice"):
+        parse(EngineConfig, "--adapters", "a=b", "--adapters", "a=c")
 
 
 @pytest.mark.parametrize(

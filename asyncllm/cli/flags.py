@@ -119,7 +119,11 @@ def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> C
     for name, value in fields.items():
         annotation, _ = _unwrap(typing.get_type_hints(config, include_extras=True)[name])
         if typing.get_origin(_without_none(annotation)) is dict:
-            fields[name] = {key: item for pairs in value for key, item in pairs.items()}
+            fields[name] = {}
+            for key, item in (pair for pairs in value for pair in pairs.items()):
+                if key is not None and key in fields[name]:
+                    raise InvalidParameter(f"{key!r} is given twice. Give it once, or choose another name.", name)
+                fields[name][key] = item
             if None in fields[name]:
                 if len(value) > 1:
                     raise InvalidParameter(

@@ -322,10 +322,6 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             )
         for adapter in self.adapters or {}:
             check_adapter_name(adapter, "adapters")
-        if self.model_name and self.model_name in (self.adapters or {}):
-            raise InvalidParameter(
-                f"adapters name one {self.model_name!r}, which is the model's own name. Choose another.", "adapters"
-            )
         if self.max_lora_rank and not self.num_adapter_slots:
             raise InvalidParameter("max_lora_rank is for adapters: set adapters or max_loras too.", "max_lora_rank")
         if self.lora_host_mb and not self.num_adapter_slots:

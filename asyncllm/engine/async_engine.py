@@ -82,6 +82,10 @@ class AsyncEngine:
             chat_template_config = ChatTemplateConfig(model_name=chat_template_config)
         self.chat_template_config = checked(ChatTemplateConfig, chat_template_config, "chat_template_config")
         self.model_name = self.config.model_name or model_path.rstrip("/").rpartition("/")[2]
+        if self.model_name in (self.config.adapters or {}):
+            raise InvalidParameter(
+                f"adapters name one {self.model_name!r}, which is the model's own name. Choose another.", "adapters"
+            )
         files = ModelFiles(model_path, self.config, self.chat_template_config, executor, tokenizer, chat_template)
         self._lifecycle = Lifecycle(files, scheduler, self.model_name)
 

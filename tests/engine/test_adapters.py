@@ -213,6 +213,8 @@ async def test_a_model_in_another_process(
 
 
 async def test_what_cannot_be_loaded_is_refused(folders: dict[str | None, Path], tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="'base', which is the model's own name"):
+        engine_of(folders[None], adapters={"base": str(folders["a"])})
     async with engine_of(folders[None]) as engine:
         with pytest.raises(UnsupportedFeature, match="max_loras"):
             await engine.load_adapter("x", str(folders["a"]))
