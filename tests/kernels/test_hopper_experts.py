@@ -76,7 +76,7 @@ def test_a_model_of_the_kernel_gives_what_the_experts_say(
     """Neither tiles of 128 or 256 outputs nor steps of 64 features divide these evenly."""
     case = Case(tokens, width, hidden, num_experts, top_k, fresh_seed())
     monkeypatch.setattr(hopper_experts, "products", modelled)
-    monkeypatch.setattr(moe, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(moe, "is_hopper", lambda device: True)
     monkeypatch.setattr(moe, "DENSE_TILES", 16)
     monkeypatch.setattr(moe, "multiply", None)
     for product in (moe.fused_experts, moe.fused_experts_invariant):
@@ -100,7 +100,7 @@ def test_rows_are_arranged_by_expert() -> None:
 def test_only_what_the_kernel_takes_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 48, 64), (2, 64, 24)))
     assert not moe._for_dense_tiles(x, gate_up, down, 1 << 20, 2), "not on Hopper"
-    monkeypatch.setattr(moe, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(moe, "is_hopper", lambda device: True)
     assert moe._for_dense_tiles(x, gate_up, down, 1 << 20, 2)
     assert not moe._for_dense_tiles(x, gate_up, down, 2 * moe.DENSE_TILES - 1, 2)
     assert not moe._for_dense_tiles(x, gate_up[:, :24], down, 1 << 20, 2), "no gate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from asyncllm import kernels
 from asyncllm.agent.warm_up import mlp_sizes
 from asyncllm.kernels.triton import counters
 from asyncllm.kernels.triton.counters import NUM_COUNTERS, zero_counters
+from asyncllm.kernels.triton.device import is_hopper, table_name
 from asyncllm.kernels.triton.linear import gated as linear_gated
 from asyncllm.kernels.triton.linear.gated import TABLES, GatedConfig
 from asyncllm.kernels.triton.linear.hopper import CONSUMER_TOKENS, gated_product
@@ -84,13 +86,22 @@ def test_the_table_decides_by_shape_and_number_of_tokens(kernel: FakeKernel, mon
 
 
 def test_the_name_of_the_device_finds_its_table(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear_gated._table.cache_clear()
-    for name, table in (("NVIDIA H200", H200), ("NVIDIA H100 80GB HBM3", {})):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert linear_gated._table(torch.device("cuda", 0)) == table
-        linear_gated._table.cache_clear()
-    assert linear_gated._table(torch.device("cpu")) == {}
-    linear_gated._table.cache_clear()
+    def found(name: str, capability: tuple[int, int], processors: int) -> Any:
+        for each in (linear_gated._table, table_name, is_hopper):
+            each.cache_clear()
+        properties = SimpleNamespace(multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return linear_gated._table(torch.device("cuda", 0))
+
+    try:
+        assert found("NVIDIA H200", (9, 0), 132) == found("NVIDIA H100 80GB HBM3", (9, 0), 132) == H200
+        assert found("NVIDIA H100 PCIe", (9, 0), 114) == found("NVIDIA A100-SXM4-80GB", (8, 0), 108) == {}
+        assert linear_gated._table(torch.device("cpu")) == {}
+    finally:
+        for each in (linear_gated._table, table_name, is_hopper):
+            each.cache_clear()
 
 
 def test_few_tokens_have_a_kernel_without_a_producer(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:

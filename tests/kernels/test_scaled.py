@@ -202,7 +202,7 @@ def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
 def test_what_multiplies_is_chosen_by_rows_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = NarrowConfig(64, 1, 4)
     monkeypatch.setattr(launchers, "_table", lambda *_: {(64, 128): ((4, narrow), (8, TILES[3]), (300, LIBRARY))})
-    monkeypatch.setattr(launchers, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(launchers, "is_hopper", lambda device: True)
 
     def chosen(
         tokens: int, dtype: torch.dtype = FP8, *, n: int = 64, k: int = 128, grouped: bool = False,

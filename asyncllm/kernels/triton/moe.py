@@ -13,7 +13,6 @@ then runs on wgmma like a tile of many, and an output is the same sum in the sam
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from asyncllm.kernels import moe as reference
 from asyncllm.kernels.moe import GATE_SLOPE, Routing
 from asyncllm.kernels.triton.activation import GELU, activate, apply_limited_gate
+from asyncllm.kernels.triton.device import is_hopper
 from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.few_experts import few_experts
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
@@ -448,13 +448,8 @@ def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: 
         and gate_up.shape[1] == 2 * hidden_size
         and x.shape[1] % 8 == hidden_size % 8 == 0
         and all(each.data_ptr() % 16 == 0 for each in (x, gate_up, down))
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:

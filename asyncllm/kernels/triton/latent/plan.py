@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from asyncllm.kernels.latent import LatentKV
 from asyncllm.kernels.triton.attention.plan import divide_keys, key_tile, list_tiles, processors
+from asyncllm.kernels.triton.device import is_hopper
 
 __all__ = [
     "DECODE_CONFIGS",
@@ -132,7 +132,7 @@ class LatentPrefillTiles(NamedTuple):
 
 
 def decode_config(cache: LatentKV, num_heads: int) -> LatentDecodeConfig | HopperDecodeConfig:
-    if _is_hopper(cache.pages.device) and fits_hopper(cache):
+    if is_hopper(cache.pages.device) and fits_hopper(cache):
         return HOPPER_CONFIG
     config = DECODE_CONFIGS[max(256, triton.next_power_of_2(cache.rank)), cache.pages.element_size()]
     return config._replace(heads=min(config.heads, max(8, triton.next_power_of_2(num_heads))))
@@ -148,11 +148,6 @@ def fits_hopper(cache: LatentKV) -> bool:
         and block_size % HOPPER_CONFIG.tile == 0
         and cache.pages.data_ptr() % 16 == 0
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def prefill_config(cache: LatentKV) -> LatentPrefillConfig:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.triton.activation import silu_mul
+from asyncllm.kernels.triton.device import table_name
 from asyncllm.kernels.triton.linear.product import choose, for_few_tokens, linear
 from asyncllm.kernels.triton.linear.small import GemvConfig, SkinnyConfig, gemv, skinny
 
@@ -95,4 +96,4 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def _table(device: torch.device) -> Table:
-    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    return TABLES.get(table_name(device), {})

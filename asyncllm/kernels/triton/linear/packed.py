@@ -18,6 +18,7 @@ from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.packed import PackedWeight, chunk_of
+from asyncllm.kernels.triton.device import table_name
 from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.linear.gated import linear_silu_mul
@@ -400,7 +401,7 @@ def _decoded(
 
 @cache
 def _table(device: torch.device) -> Table:
-    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    return TABLES.get(table_name(device), {})
 
 
 def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

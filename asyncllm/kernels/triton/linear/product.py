@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.linear import check_out
+from asyncllm.kernels.triton.device import table_name
 from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear.invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
@@ -245,7 +246,7 @@ def choose(
 
 @cache
 def _table(device: torch.device) -> Table:
-    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    return TABLES.get(table_name(device), {})
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from asyncllm.kernels.cache import KVCache, PagedKV
 from asyncllm.kernels.rotary import Rotation
 from asyncllm.kernels.triton.cache import check_cache
+from asyncllm.kernels.triton.device import table_name
 from asyncllm.kernels.triton.language import PDL, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.linear.product import choose, linear
 from asyncllm.kernels.triton.linear.small import SkinnyConfig, token_tile
@@ -163,4 +164,4 @@ def linear_rope_fill_kv(
 
 @memoize
 def _table(device: torch.device) -> Table:
-    return TABLES.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+    return TABLES.get(table_name(device), {})

@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.scaled import GROUP, ScaledWeight
 from asyncllm.kernels.triton.activation import silu_mul
+from asyncllm.kernels.triton.device import is_hopper, table_name
 from asyncllm.kernels.triton.language import INTERPRET, e4m3_value, release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import fits_tensor_map, launch
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, gemv_rows, store_gemv
@@ -137,7 +138,7 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
     tokens, (n, k) = len(codes), weight.codes.shape
     # cuBLAS has this for Hopper and bfloat16 alone; its sums of fp8 keep some 14 bits until they are complete.
     library = tokens > 0 and codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
-    library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and _is_hopper(codes.device)
+    library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and is_hopper(codes.device)
     if not weight.rounding.grouped:
         for most, config in _table(codes.device, codes.dtype).get((n, k), ()):
             if 0 < tokens <= most:
@@ -156,7 +157,7 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
 def _on_hopper(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> HopperConfig | None:
     """Return how `hopper_scaled.py` multiplies, where it can and is the fastest."""
     tokens, n = len(codes), weight.codes.shape[0]
-    able = not weight.rounding.grouped and dtype.itemsize == 2 and n % 16 == 0 and _is_hopper(codes.device)
+    able = not weight.rounding.grouped and dtype.itemsize == 2 and n % 16 == 0 and is_hopper(codes.device)
     if not able or tokens < LIBRARY_TOKENS or not (fits_tensor_map(codes) and fits_tensor_map(weight.codes)):
         return None
     tiles = triton.cdiv(n, 256) * triton.cdiv(tokens, 128)
@@ -167,17 +168,11 @@ def _on_hopper(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Hoppe
 
 @cache
 def _table(device: torch.device, dtype: torch.dtype) -> Table:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    table = TABLES.get(name, {})
+    table = TABLES.get(table_name(device), {})
     if dtype != torch.int8:
         return table
-    more = MORE_OF_INT8.get(name, {})
+    more = MORE_OF_INT8.get(table_name(device), {})
     return {shape: (*entries, *more.get(shape, ())) for shape, entries in table.items()}
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @triton.jit
