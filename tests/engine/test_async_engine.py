@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 
 from asyncllm.config import EngineConfig, GenerationConfig
@@ -20,6 +21,7 @@ from asyncllm.errors import (
 from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor, FakeTemplate, hash_oracle
 from asyncllm.types import Chunk, Response
+from tests.cycles import no_cycles
 
 pytestmark = pytest.mark.anyio
 
@@ -48,6 +50,24 @@ class TestAnswers:
         assert tokens == [*"grüße, 世界!".encode(), 257]
         assert chunks[-1].generate_token_len == len(tokens)
         assert {chunk.input_token_len for chunk in chunks} == {len("\x02user\x1fHi\x03\x02assistant\x1f")}
+
+    async def test_an_answer_is_the_coroutine_of_a_task(self) -> None:
+        async with FakeEngine() as engine, engine.session() as session:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(engine.generate(text)) for text in ("one", "two")]
+                asked.append(tasks.create_task(session.chat("three")))
+            assert [task.result().text for task in asked] == ["one", "two", "three"]
+            async with anyio.create_task_group() as group:
+                group.start_soon(engine.generate, "four")
+            assert engine.stats().requests_finished == 4
+            with pytest.raises(InvalidMessage):
+                await asyncio.create_task(engine.generate(""))
+            with no_cycles():
+                cancelled = asyncio.create_task(engine.generate("five"))
+                await asyncio.sleep(0)
+                cancelled.cancel()
+                await asyncio.wait([cancelled])
+                del cancelled
 
     async def test_awaiting_gives_the_whole_response(self) -> None:
         async with FakeEngine("pong") as engine:

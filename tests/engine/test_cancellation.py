@@ -35,6 +35,20 @@ async def by_break(engine: FakeEngine) -> None:
         break
 
 
+async def by_the_task_that_it_is_the_coroutine_of(engine: FakeEngine) -> None:
+    task = asyncio.create_task(engine.generate("Hi", LONG))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def by_close_of_a_coroutine(engine: FakeEngine) -> None:
+    generation = engine.generate("Hi", LONG)
+    generation.send(None)
+    generation.close()
+
+
 async def by_aclose(engine: FakeEngine) -> None:
     generation = engine.generate("Hi", LONG)
     await anext(generation)

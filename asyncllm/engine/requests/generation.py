@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -21,13 +21,16 @@ from asyncllm.types import Chunk, ImagePrompt, Message, Response
 __all__ = ["Generation", "Session"]
 
 
-class Generation:
+class Generation(Coroutine[Any, Any, Response]):
     """An answer as it streams: iterate it for chunks, or await it for the whole Response.
 
         async for chunk in engine.generate("Hi"):
             print(chunk.text, end="")
 
         response = await engine.generate("Hi")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.generate("Hi"))
 
     Nothing happens before the first await, which raises InvalidRequest, SessionError or EngineError. Leaving early ends
     the request within a step, whether by a cancelled task, a timeout, `aclose()`, the end of an `async with`, or the
@@ -44,6 +47,8 @@ class Generation:
         self._started = False
         self._response: Response | None = None
         """The answer, once it has been awaited."""
+        self._awaiting: Coroutine[Any, Any, Response] | None = None
+        """What a task runs whose coroutine this is."""
         self.session = session
         """The conversation that this answer is a turn of, if `chat` made it."""
         self.index = index
@@ -127,6 +132,28 @@ class Generation:
 
     def __await__(self) -> Generator[object, None, Response]:
         return self.response().__await__()
+
+    def send(self, value: Any) -> Any:
+        """Run on, for the task whose coroutine this is."""
+        return self._awaited().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error where this waits, for the task whose coroutine this is."""
+        try:
+            return self._awaited().throw(*error)
+        finally:
+            del error  # it refers to this frame by its traceback
+
+    def close(self) -> None:
+        """Do as `cancel`, which is what the end of a coroutine means here."""
+        if self._awaiting is not None:
+            self._awaiting.close()
+        self.cancel()
+
+    def _awaited(self) -> Coroutine[Any, Any, Response]:
+        if self._awaiting is None:
+            self._awaiting = self.response()
+        return self._awaiting
 
     def cancel(self) -> None:
         """Ask the engine to end the request, and return at once. Idempotent."""
