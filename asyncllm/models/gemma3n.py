@@ -106,10 +106,8 @@ class Gemma3n(LayerInputLM):
         each = sizes if isinstance(sizes, list) else [sizes] * num_layers
         sparse = [0.95] * 10 + [0.0] * (num_layers - 10) if num_layers > 10 else [0.0] * num_layers
         sparsity = hf.changed({"sparsity": hf.fields.get("activation_sparsity_pattern") or sparse})
-        local_rope, bias = (
-            local_rope_of(hf.changed({"intermediate_size": first}), architecture),
-            hf.flag("attention_bias", False),
-        )
+        local = hf.changed({"intermediate_size": first, "head_dim": fields["head_dim"]})
+        local_rope, bias = local_rope_of(local, architecture), hf.flag("attention_bias", False)
         shares = sparsity.numbers("sparsity", num_layers)
         if max(shares) >= 1:
             hf.invalid("activation_sparsity_pattern", "where shares below 1 belong")

@@ -433,6 +433,14 @@ def test_command_models_have_bases_of_their_own(tmp_path: Path, name: str) -> No
     assert rope.theta == (500000.0 if name == "CohereForCausalLM" else 10000.0)
 
 
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"])
+def test_heads_of_gemma_have_256_features_in_all_layers(tmp_path: Path, architecture: str) -> None:
+    changes = {"head_dim": ABSENT, "global_head_dim": ABSENT}
+    config = read(tmp_path, changes, tiny(architecture))
+    local = [rope.dim for rope, window in zip(config.layer_ropes, config.windows, strict=True) if rope and window]
+    assert set(local) == {config.head_dim} == {256}
+
+
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
     longer = {"max_position_embeddings": 163840}
