@@ -217,7 +217,9 @@ class DecoderLM(nn.Module):
         table = self.weights.with_optional_prefix(self.base_prefix)
         if self.score is not None:
             table = table.replaced(SCORE_ROWS)
-        if self.config.tied or self.score is not None:
+        if self.config.stored_as_head:
+            table = table.replaced({self.head_name.removesuffix(".weight"): "embed"})
+        elif self.config.tied or self.score is not None:
             table = table.ignoring(self.head_name)
         first, config = self.config.num_layers, self.config
         table = table.setting_aside(*(f"model.layers.{first + number}" for number in range(config.extra_layers)))

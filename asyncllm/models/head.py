@@ -25,8 +25,8 @@ logger = logging.getLogger("asyncllm")
 def settle_head(
     config: ModelConfig, family: type[DecoderLM], checkpoint: Checkpoint, *, base_class: bool
 ) -> ModelConfig:
-    """Return `config` with `tied` and `has_head` set according to the tensors. `base_class`: config.json names a class
-    without a head.
+    """Return `config` with `tied`, `stored_as_head` and `has_head` set according to the tensors. `base_class`:
+    config.json names a class without a head.
 
     A stored head that differs from the embedding is used, with a warning, even if the config ties them. A file without
     a head belongs to a model without one if its class has none, or if the names of its tensors show that it was saved
@@ -36,6 +36,8 @@ def settle_head(
     if config.architecture.endswith(SCORING):
         return msgspec.structs.replace(config, has_head=False, score_head=_score_head(checkpoint))
     if family.head_name in checkpoint.tensors:
+        if config.tied and _is_alone(family, checkpoint):
+            return msgspec.structs.replace(config, stored_as_head=True)
         if config.tied and not _repeats_embedding(family, checkpoint):
             logger.warning(
                 "%s: config.json has tie_word_embeddings = true, but %s differs from the token embedding. The file's "
@@ -66,10 +68,21 @@ def _score_head(checkpoint: Checkpoint) -> ScoreHeadConfig:
     )
 
 
+def _embeddings(family: type[DecoderLM]) -> list[str]:
+    """Return the modules that may hold the token embedding."""
+    table = family.weights.with_optional_prefix(family.base_prefix)
+    return [pattern for pattern, target in table.rows.items() if target == "embed"]
+
+
+def _is_alone(family: type[DecoderLM], checkpoint: Checkpoint) -> bool:
+    """Return whether the stored head stands for a token embedding that the files lack."""
+    modules = _embeddings(family)
+    return bool(modules) and not any(name.rpartition(".")[0] in modules for name in checkpoint.tensors)
+
+
 def _repeats_embedding(family: type[DecoderLM], checkpoint: Checkpoint) -> bool:
     """Return whether the stored head is a copy of the token embedding, or there is nothing to compare it with."""
-    table = family.weights.with_optional_prefix(family.base_prefix)
-    names = (f"{pattern}.weight" for pattern, target in table.rows.items() if target == "embed")
+    names = (f"{module}.weight" for module in _embeddings(family))
     embedding = next((name for name in names if name in checkpoint.tensors), None)
     if embedding is None:
         return True

@@ -238,7 +238,7 @@ def _configure(
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
     refuse_mlx(hf.fields, path)
     names = hf.fields.get("architectures")
-    if names is None:
+    if names in (None, []):
         model_type = hf.fields.get("model_type")
         names = [_of_model_type(model_type)] if isinstance(model_type, str) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

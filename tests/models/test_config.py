@@ -300,7 +300,6 @@ INVALID = [
     ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 5.0, "high_freq_factor": 4.0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}),
     ("rope_scaling", {"type": "yarn", "factor": 4.0, "truncate": "yes"}),
-    ("architectures", []),
     ("architectures", "LlamaForCausalLM"),
 ]
 
@@ -418,6 +417,11 @@ def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
     tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
     config = read(tmp_path, {"vision_config": {**tower, "deepstack_visual_indexes": []}}, fields)
     assert config.rope.axes == (0, 1, 2) * 10 + (0, 1)
+
+
+@pytest.mark.parametrize("names", [ABSENT, None, []], ids=["absent", "null", "empty"])
+def test_without_architectures_the_type_decides(tmp_path: Path, names: Any) -> None:
+    assert read(tmp_path, {"architectures": names}).architecture == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "CohereForCausalLM", "OPTForCausalLM"])

@@ -106,6 +106,18 @@ def hub_logits(folder: Path) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize(
+    ("family", "embedding"), [("qwen3", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")]
+)
+def test_a_tied_model_stored_under_the_name_of_its_head(family: str, embedding: str, tmp_path: Path) -> None:
+    """As tools write it that drop the second name of a tensor, whichever that is."""
+    table = open_cpu(build_checkpoint(family, tmp_path)).embed.weight
+    rewrite(tmp_path, lambda tensors: {"lm_head.weight": tensors.pop(embedding), **tensors})
+    model = open_cpu(tmp_path)
+    assert model.config.tied
+    assert torch.equal(model.embed.weight, table)
+
+
 def test_a_tied_model_ignores_a_copy_of_its_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build_checkpoint("qwen3", tmp_path)
     expected = logits_of(open_cpu(tmp_path))
