@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from asyncllm.layers.rotary import QueryScaling
@@ -15,6 +16,7 @@ __all__ = ["Ministral3", "growing_queries"]
 _QUERY_SCALE = "llama_4_scaling_beta"
 _UNREAD = ("max_position_embeddings",)
 """What its rope entry repeats of the file's."""
+_USUAL = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, _QUERY_SCALE: 0.1}
 
 
 @register(Ministral3ForCausalLM="Ministral 3 3B, 8B, 14B: the text model")
@@ -47,14 +49,19 @@ class Ministral3(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        hf, scaling = growing_queries(hf)
+        hf, scaling = growing_queries(
+            hf, {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+        )
         fields = hf.decoder(architecture, max_position=262144, theta=1e6, norm_eps=1e-5, head_dim=128)
         fields["windows"] = hf.windows(fields["num_layers"], hf.optional_integer("sliding_window"))
         return ModelConfig(**fields, query_scaling=scaling)
 
 
-def growing_queries(hf: HFConfig) -> tuple[HFConfig, QueryScaling | None]:
-    """Return the file with plain rotary entries, and how queries grow, which is said among them."""
+def growing_queries(hf: HFConfig, usual: Mapping[str, Any]) -> tuple[HFConfig, QueryScaling | None]:
+    """Return the file with plain rotary entries, and how queries grow, which is said among them; `usual` of them stand
+    in for those of a file that has none."""
+    if all(hf.fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+        hf = hf.changed({"rope_parameters": {**_USUAL, **usual}})
     key = next((key for key in ("rope_parameters", "rope_scaling") if hf.fields.get(key) is not None), None)
     if key is None or not isinstance(hf.fields[key], dict):
         return hf, None

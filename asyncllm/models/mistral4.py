@@ -46,7 +46,9 @@ class Mistral4(LatentDecoder):
         hf, rope = hf.changed({"partial_rotary_factor": None}), hf.fields.get("rope_parameters")
         if isinstance(rope, dict):
             hf = hf.changed({"rope_parameters": {**rope, "partial_rotary_factor": None}})
-        hf, scaling = growing_queries(hf)
+        hf, scaling = growing_queries(
+            hf, {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+        )
         fields = latent_fields(hf, architecture, max_position=1048576)
         experts = grouped_experts(
             hf,

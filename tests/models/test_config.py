@@ -437,6 +437,17 @@ def test_command_models_have_bases_of_their_own(tmp_path: Path, name: str) -> No
     assert rope.theta == (500000.0 if name == "CohereForCausalLM" else 10000.0)
 
 
+@pytest.mark.parametrize(("name", "factor"), [("Ministral3ForCausalLM", 16.0), ("Mistral4ForCausalLM", 128.0)])
+@pytest.mark.parametrize("scaling", [ABSENT, None], ids=["absent", "null"])
+def test_late_models_of_mistral_stretch_where_nothing_is_said(
+    tmp_path: Path, name: str, factor: float, scaling: Any
+) -> None:
+    config = read(tmp_path, {"rope_parameters": ABSENT, "rope_scaling": scaling}, tiny(name))
+    assert config.rope is not None
+    assert (config.rope.kind, config.rope.factor) == ("yarn", factor)
+    assert config.query_scaling is not None
+
+
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM"])
 def test_heads_of_gemma_have_256_features_in_all_layers(tmp_path: Path, architecture: str) -> None:
     changes = {"head_dim": ABSENT, "global_head_dim": ABSENT}
