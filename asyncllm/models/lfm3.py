@@ -63,8 +63,10 @@ class Lfm3(Lfm2):
         hf = hf.changed({"rope_parameters": hf.fields.get("rope_parameters") or _ROPES})
 
         def read(kind: str) -> dict[str, Any]:
-            return hf.of_layers(kind).decoder(
-                architecture, max_position=128000, head_dim=128, norm_eps=1e-5, tied=True, partial_rotary=1.0
+            own = hf.of_layers(kind)
+            part = 1.0 if own.rope_fields().fields.get("rope_type") == "proportional" else None
+            return own.decoder(
+                architecture, max_position=128000, head_dim=128, norm_eps=1e-5, tied=True, partial_rotary=part
             )
 
         fields, sliding = read("full_attention"), read("sliding_attention")

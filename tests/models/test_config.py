@@ -346,6 +346,11 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("Gemma2ForCausalLM", "hidden_activation", "gelu"),
         ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
         ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
+        (
+            "Lfm3ForCausalLM",
+            "rope_parameters",
+            {"sliding_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        ),
         ("Qwen2ForCausalLM", "hidden_act", "relu"),
         ("Qwen2ForCausalLM", "layer_types", ["chunked_attention"] * 3),
         ("Lfm2ForCausalLM", "layer_types", ["conv", ["conv"], "conv", "conv"]),
