@@ -173,6 +173,11 @@ DEEPSEEK: dict[str, Any] = {
     "generation_prompt": "Assistant:",
     "eoa": "<｜end▁of▁sentence｜>",
 }
+DEEPSEEK_V3: dict[str, Any] = {
+    "user": "<｜User｜>",
+    "assistant": "<｜Assistant｜>",
+    "eoa": "<｜end▁of▁sentence｜>",
+}
 PHI3: dict[str, Any] = {
     "system": "<|system|>\n",
     "eosys": "<|end|>\n",
@@ -289,6 +294,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "stop_words": ["<end_of_turn>"],
     },
     "deepseek": DEEPSEEK,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": {**DEEPSEEK_V3, "assistant": "<｜Assistant｜></think>"},
     "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM},
     "deepseek-vl2": {
         **DEEPSEEK,
@@ -405,6 +412,8 @@ ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("DbrxForCausalLM", {}, "dbrx"),
     ("DeepseekForCausalLM", {}, "deepseek"),
     ("DeepseekV2ForCausalLM", {}, "deepseek"),
+    ("DeepseekV3ForCausalLM", {"vocab_size": 129280}, "deepseek-v3"),
+    ("DeepseekV32ForCausalLM", {}, "deepseek-v3.2"),
     ("DeepseekVLV2ForCausalLM", {}, "deepseek-vl2"),
     ("MultiModalityCausalLM", {"gen_vision_config.model_type": "gen_vision"}, "janus"),
     ("MultiModalityCausalLM", {}, "deepseek-vl"),

@@ -80,6 +80,11 @@ TABLE: dict[str, tuple[str, list[str]]] = {
         ["<end_of_turn>"],
     ),
     "deepseek": ("S\n\n" + DEEPSEEK, []),
+    "deepseek-v3": ("S<｜User｜>U<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜>", []),
+    "deepseek-v3.2": (
+        "S<｜User｜>U<｜Assistant｜></think>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜></think>",
+        [],
+    ),
     "deepseek-vl": ("S\n\n" + DEEPSEEK, []),
     "deepseek-vl2": (
         "<｜begin▁of▁sentence｜>S\n\n" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
@@ -222,6 +227,9 @@ LLAMA_3 = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256}
     ({"architectures": ["InternLM2ForCausalLM"]}, "internlm2"),
     ({"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "vicuna"}, "qwen"),
     ({"architectures": ["Qwen3ForCausalLM"]}, "qwen3"),
+    ({"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280}, "deepseek-v3"),
+    ({"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 163840}, "base"),
+    ({"architectures": ["DeepseekV32ForCausalLM"]}, "deepseek-v3.2"),
     ({"architectures": ["LlamaForCausalLM"], "vocab_size": 32000}, "base"),
     (LLAMA_3, "llama3"),
     ({**LLAMA_3, "rope_scaling": {"rope_type": "llama3"}}, "llama3_1"),
