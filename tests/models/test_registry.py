@@ -353,7 +353,7 @@ def test_a_layer_that_guesses_further_tokens_is_left_out_and_named(
     rewrite(tmp_path, add)
     with caplog.at_level("INFO", "asyncllm"):
         assert torch.equal(logits_of(open_cpu(tmp_path)), expected)
-    assert "tensors of model.layers.2 are left out" in caplog.text
+    assert "tensors of model.layers.2 are not needed and left out" in caplog.text
     edit(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(InvalidCheckpoint, match=r"model\.layers\.2"):
         open_cpu(tmp_path)
