@@ -1,4 +1,4 @@
-"""pipeline(): the synchronous interface, with LMDeploy's names. It only adapts AsyncEngine."""
+"""pipeline(): the synchronous interface, with LMDeploy's names, as an adapter of AsyncEngine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DIRECT_OPTIONS = {
         for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "random_seed", "stop_words")
     },
 }
-"""Keywords that programs for older versions of LMDeploy pass in place of a GenerationConfig -> its fields."""
+"""Keywords that programs for older versions of LMDeploy pass instead of a GenerationConfig -> its fields."""
 
 
 def pipeline(
@@ -80,14 +80,14 @@ def pipeline(
 
     Args:
         model_path: a folder, the name of a bundled model, or a model id of the hub.
-        model_name: name of a chat template, as in LMDeploy; `chat_template_config` says more.
+        model_name: name of a chat template, as in LMDeploy; `chat_template_config` has more options.
         backend_config: settings of the engine.
         log_level: level of the logger "asyncllm".
-        backend: "pytorch" or "turbomind", as LMDeploy's older programs pass it; both mean this engine.
+        backend: "pytorch" or "turbomind", as passed by older LMDeploy programs; both select this engine.
         tp: replaces `backend_config.tp`.
         instance_num: replaces `backend_config.max_batch_size`.
         vision_config: how images are encoded.
-        unknown: LMDeploy's further arguments, where they ask for nothing (config/lmdeploy_settings.py).
+        unknown: other LMDeploy arguments, if they ask for nothing (config/lmdeploy_settings.py).
 
     Raises InvalidParameter, UnsupportedFeature, ModelError.
     """
@@ -121,10 +121,10 @@ def pipeline(
 
 
 class Pipeline:
-    """A model for synchronous code, usable from several threads at once, and inside a running event loop too.
+    """A model for synchronous code, usable from several threads at once, and inside a running event loop.
 
     A Pipeline owns a thread with an event loop and an AsyncEngine. `close()` or the end of a `with` block ends them. A
-    forgotten close gives a ResourceWarning and does not keep the interpreter from exiting.
+    pipeline that is never closed causes a ResourceWarning and does not keep the interpreter from exiting.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Pipeline:
         chat_template_config: ChatTemplateConfig | str | None = None,
         **parts: Any,
     ) -> None:
-        """Load the model. `parts`: further arguments of AsyncEngine. Raises InvalidParameter, UnsupportedFeature,
+        """Load the model. `parts`: other arguments of AsyncEngine. Raises InvalidParameter, UnsupportedFeature,
         ModelError."""
         from asyncllm.engine.async_engine import AsyncEngine
         from asyncllm.event_loop.loop_thread import LoopThread
 
-        self._closed = True  # until there is something to close
+        self._closed = True  # Until there is something to close.
         self._engine: AsyncEngine = AsyncEngine(model_path, backend_config, chat_template_config, **parts)
         self._loop = LoopThread(f"asyncllm-pipeline-{self._engine.model_name}", self._engine.start, self._engine.close)
         self._closed = False
@@ -155,11 +155,11 @@ class Pipeline:
     ) -> Response | list[Response]:
         """Return the Response to one prompt (str or messages), or a list of them for a list of prompts, in order.
 
-        `gen_config` is one config for all prompts, or a list with one for each. `options` are the fields of
+        `gen_config` is one config for all prompts, or a list with one per prompt. `options` are the fields of
         `asyncllm.config.RequestOptions` (priority, timeout and so on), `enable_thinking`, or fields of `gen_config`, as
-        in older versions of LMDeploy. `use_tqdm` shows a progress bar. Raises InvalidRequest and EngineError. A prompt
-        of a list that is malformed or too long, and one that fails in a step or at its timeout, give a Response with
-        finish_reason 'error', and the others go on.
+        in older versions of LMDeploy. `use_tqdm` shows a progress bar. Raises InvalidRequest and EngineError. In a
+        list, a prompt that is malformed or too long, or that fails in a step or at its timeout, produces a Response
+        with finish_reason 'error', and the others continue.
         """
         config, keywords = _split(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
@@ -179,11 +179,11 @@ class Pipeline:
         return self._loop.wait(future)
 
     def infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """Answer prompts; LMDeploy's name of calling the pipeline."""
+        """LMDeploy's name for calling the pipeline."""
         return self(prompts, gen_config, **options)
 
     def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """Answer prompts; LMDeploy's older name of it."""
+        """LMDeploy's older name for calling the pipeline."""
         return self(prompts, gen_config, **options)
 
     def stream_infer(
@@ -196,11 +196,11 @@ class Pipeline:
         stream_response: bool = True,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Yield the chunks of all answers as they come. `chunk.index` is the number of the prompt.
+        """Yield the chunks of all answers as they arrive. `chunk.index` is the number of the prompt.
 
-        With `sessions`, one for each prompt, the prompts are the next turns of these. Without `stream_response` an
-        answer is one chunk. Leaving the loop early ends the answers. The first chunk raises InvalidRequest and
-        EngineError.
+        `sessions` has one session per prompt, and each prompt is the next turn of its session. Without
+        `stream_response` an answer is one chunk. Leaving the loop early ends the answers. The first chunk raises
+        InvalidRequest and EngineError.
         """
         config, keywords = _split(gen_config, options)
         asked = [sessions] if isinstance(sessions, ChatSession) else sessions
@@ -279,7 +279,7 @@ class Pipeline:
         self, prompts: Prompts, do_preprocess: bool = True, adapter_name: str | None = None
     ) -> dict[str, Any]:
         """Return {"input_ids": token ids of the prompt, or a list of these for a list of prompts}. `adapter_name`
-        counts for its chat template."""
+        selects the chat template."""
         encoding = self._engine.encode(prompts, do_preprocess=do_preprocess, adapter_name=adapter_name)
         return {"input_ids": self._loop.call(encoding)}
 
@@ -292,20 +292,20 @@ class Pipeline:
         dimensions: int | None = None,
         **options: Unpack[RequestKeywords],
     ) -> Embedding | list[Embedding]:
-        """Return the embedding of one prompt (a text or token ids), or of a list of them, as `AsyncEngine.embed`."""
+        """Return the embedding of one prompt (a text or token ids), or of a list of them; see `AsyncEngine.embed`."""
         form: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         return self._loop.call(self._engine.embed(prompts, **form, **options))
 
     def classify(
         self, prompts: EmbeddingInput, **options: Unpack[RequestKeywords]
     ) -> SequenceScores | list[SequenceScores]:
-        """Return the scores of one prompt (a text or token ids), or of each of a list, as `AsyncEngine.classify`."""
+        """Return the scores of one prompt (a text or token ids), or of a list of them; see `AsyncEngine.classify`."""
         return self._loop.call(self._engine.classify(prompts, **options))
 
     def get_reward_score(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
     ) -> list[float]:
-        """Return the reward of each sequence, as `AsyncEngine.get_reward_score` does."""
+        """Return the reward of each sequence; see `AsyncEngine.get_reward_score`."""
         return self._loop.call(_gather(partial(self._engine.get_reward_score, **options), _sequences(input_ids)))
 
     def get_ppl(
@@ -317,7 +317,7 @@ class Pipeline:
     def get_logits(
         self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
     ) -> Tensor:
-        """Return the logits after each token: float32 [sequences, tokens, vocab], shorter sequences padded with
+        """Return the logits after each token: float32 [sequences, tokens, vocab], with shorter sequences padded with
         zeros."""
         from torch.nn.utils.rnn import pad_sequence
 
@@ -325,7 +325,7 @@ class Pipeline:
         return pad_sequence(logits, batch_first=True)
 
     def update_weights(self, weights: Weights) -> None:
-        """Replace weights in place, by their names in the checkpoint, as `AsyncEngine.update_weights`."""
+        """Replace weights in place, by their names in the checkpoint; see `AsyncEngine.update_weights`."""
         self._loop.call(self._engine.update_weights(weights))
 
     @property
@@ -334,23 +334,23 @@ class Pipeline:
         return self._engine.adapters
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter, as `AsyncEngine.load_adapter`."""
+        """Load a LoRA adapter; see `AsyncEngine.load_adapter`."""
         self._loop.call(self._engine.load_adapter(name, path))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter, as `AsyncEngine.unload_adapter`."""
+        """Unload a LoRA adapter; see `AsyncEngine.unload_adapter`."""
         self._loop.call(self._engine.unload_adapter(name))
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device's memory until `wake`, as `AsyncEngine.sleep`."""
+        """Free the device's memory until `wake`; see `AsyncEngine.sleep`."""
         self._loop.call(self._engine.sleep(level))
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again, as `AsyncEngine.wake`."""
+        """Allocate the memory again; see `AsyncEngine.wake`."""
         self._loop.call(self._engine.wake(tags))
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of what the engine holds and has done."""
+        """Return a snapshot of the engine's counters and contents."""
         return self._call(self._engine.stats)
 
     @property
@@ -376,12 +376,12 @@ class Pipeline:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._loop.end()  # must not wait: the garbage collector may run in any thread, this loop's own included
+            self._loop.end()  # Must not wait: the garbage collector may run in any thread, even this loop's own.
             message = f"A pipeline for {self.model_name!r} was not closed. Use `with`, or call close()."
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Run a plain function in the loop."""
+        """Run a plain function in the event loop."""
         return self._loop.call(_async(function))
 
     def _stream(self, chunks: Callable[[], AsyncIterator[Chunk]]) -> Iterator[Chunk]:
@@ -402,12 +402,12 @@ class Pipeline:
 
 
 class ChatSession:
-    """A conversation with a Pipeline. Its history grows by a turn with each `chat`."""
+    """A conversation with a Pipeline. Its history grows by one turn with each `chat`."""
 
     def __init__(self, pipe: Pipeline, inner: Session) -> None:
         self._pipe = pipe
         self.inner = inner
-        """The engine's session. Everything that changes it happens in the pipeline's loop."""
+        """The engine's session, which is changed only in the pipeline's event loop."""
 
     @property
     def id(self) -> int:
@@ -415,7 +415,7 @@ class ChatSession:
 
     @property
     def session_id(self) -> int:
-        """LMDeploy's name of `id`."""
+        """LMDeploy's name for `id`."""
         return self.inner.id
 
     @property
@@ -431,7 +431,7 @@ class ChatSession:
     def chat(
         self, prompt: str | ImagePrompt | Sequence[Message], gen_config: GenerationConfig | None = None, **options: Any
     ) -> Any:
-        """Return the next turn, as `Pipeline.chat`."""
+        """Take the next turn; see `Pipeline.chat`."""
         return self._pipe.chat(prompt, self, gen_config, **options)
 
     def fork(self) -> ChatSession:
@@ -457,14 +457,15 @@ class ChatSession:
 
 
 def _replace(config: Config, fields: dict[str, Any]) -> Config:
-    """Return a checked copy of `config` with these fields. A wrong type is returned for the engine to refuse."""
+    """Return a checked copy of `config` with these fields. A value of the wrong type is left for the engine to
+    refuse."""
     if not isinstance(config, EngineConfig | GenerationConfig):
         return config
     return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
 
 
 def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
-    """Return `gen_config` with the fields among the options, and those options that are about the request."""
+    """Return `gen_config` with the options that are its fields, and the options that concern the request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
     options = {name: value for name, value in options.items() if name not in keywords}
     if "enable_thinking" in options:
@@ -486,7 +487,7 @@ def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs,
 
 
 def _sequences(input_ids: Any) -> list[Any]:
-    """Return a list of sequences, of one if `input_ids` is a single one."""
+    """Return a list of sequences, of length one if `input_ids` is a single sequence."""
     several = isinstance(input_ids, list | tuple) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
     return list(input_ids) if several else [input_ids]
 
@@ -510,7 +511,7 @@ async def _gather(function: Callable[[Any], Coroutine[Any, Any, T]], items: list
 def _show_progress(future: Future[Any], done: queue.SimpleQueue[Response | None], total: int) -> None:
     from tqdm import tqdm
 
-    # Its own class, because tqdm's monitor is a thread that outlives the bar.
+    # A class of its own, because tqdm's monitor is a thread that outlives the bar.
     progress = type("Progress", (tqdm,), {"monitor_interval": 0})
     future.add_done_callback(lambda _: done.put(None))
     with progress(total=total, unit="prompt") as bar:

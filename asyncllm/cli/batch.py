@@ -1,4 +1,4 @@
-"""`asyncllm batch`: answers a file of OpenAI's batch requests. What it needs is imported when it runs."""
+"""`asyncllm batch`: answers a file of OpenAI batch requests. Dependencies are imported when it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["add"]
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Give the command line its `batch`."""
-    about = "Answer a file of OpenAI's batch requests, a line of JSON each."
+    about = "Answer a file of OpenAI batch requests, one line of JSON each."
     batch = commands.add_parser(
         "batch", help=about, description=about, usage="asyncllm batch [OPTIONS] [MODEL] INPUT OUTPUT"
     )

@@ -1,4 +1,4 @@
-"""The command line: thin, and quick to start, because each command imports what it needs when it runs."""
+"""The command line. It starts fast, because each command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 WRONG_USAGE = 2
-"""Exit status as argparse has it."""
+"""Exit status of argparse."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status of shells after Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Let go what is left of a stream whose reader has left or whose disk is full: flushing it at exit would fail, and
+    """Discard the rest of a stream whose reader has left or whose disk is full: flushing it at exit would fail, and
     change the exit status."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
@@ -100,7 +100,7 @@ def _parser() -> flags.Parser:
     _add_settings(chat)
 
     usage = "asyncllm run [OPTIONS] [MODEL] [PROMPT]"
-    run = command("run", _run, "Answer one prompt, given or on standard input, and leave.", usage=usage)
+    run = command("run", _run, "Answer one prompt, given or on standard input, and exit.", usage=usage)
     run.add_argument("--image", action="append", metavar="FILE", help="An image of the prompt, or a URL; repeatable.")
     run.add_argument(
         "words",
@@ -115,20 +115,20 @@ def _parser() -> flags.Parser:
     lite.add(commands)
     debug.add(commands)
 
-    about = "Say whether this machine can run it, and what to change."
+    about = "Check whether this machine can run asyncllm, and say what to change."
     doctor = command("doctor", _doctor, about, aliases=["check_env"])
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="Also look at this checkpoint's folder.")
     doctor.add_argument("--json", action="store_true", help="Print the verdicts as JSON.")
     doctor.add_argument("--dump-file", metavar="FILE", help="Write them to this file instead.")
     add_plugin(doctor)
 
-    listing = command("list", _list, "Name the built-in chat templates and the model architectures.")
+    listing = command("list", _list, "List the built-in chat templates and the model architectures.")
     listing.add_argument("--json", action="store_true", help="Print them as JSON.")
     add_plugin(listing)
 
-    convert = command("convert", _convert, "Turn a checkpoint of .bin files into safetensors.")
+    convert = command("convert", _convert, "Convert a checkpoint of .bin files to safetensors.")
     convert.add_argument("source", metavar="SRC", help="Folder of the checkpoint.")
-    convert.add_argument("destination", nargs="?", metavar="DST", help="Folder to write. Default: beside SRC.")
+    convert.add_argument("destination", nargs="?", metavar="DST", help="Folder to write. Default: next to SRC.")
     return parser
 
 

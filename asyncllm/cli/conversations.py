@@ -1,4 +1,4 @@
-"""Conversations for the terminal: with a model in this process, and with a server."""
+"""Terminal conversations with a model in this process, or with a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LocalConversation:
         self._generation = generation
         self._session = pipe.session()
         self._images: list[Image] = []
-        """For the next message."""
+        """Images for the next message."""
 
     def answer(self, text: str) -> Generator[Chunk, None, None]:
         images, self._images = self._images, []
@@ -55,13 +55,13 @@ class LocalConversation:
 
 
 class ClientConversation:
-    """Its messages are kept here, and sent whole with every turn; so it works with any server of OpenAI's routes."""
+    """Keeps the messages here and sends all of them with every turn, so it works with any server of OpenAI's API."""
 
     def __init__(self, client: APIClient, model: str) -> None:
         self._client = client
         self._model = model
         self._messages: list[dict[str, Any]] = []
-        """An answer that was stopped stands here as far as it came."""
+        """The conversation so far, including the part of a stopped answer that had arrived."""
         self._parts: list[dict[str, Any]] = []
         """Images for the next message."""
 
@@ -71,7 +71,7 @@ class ClientConversation:
         asked = [*self._messages, {"role": "user", "content": content}]
         answer = ""
         try:
-            # None: the server's own defaults of sampling.
+            # None: the server's own sampling defaults.
             for item in self._client.chat_completions_v1(self._model, asked, temperature=None, top_p=None, stream=True):
                 for choice in item["choices"]:
                     piece = choice["delta"].get("content") or ""
@@ -89,7 +89,8 @@ class ClientConversation:
 
 
 class SessionConversation:
-    """The server keeps it, by LMDeploy's interactive route, also for a later client that names the session."""
+    """The server keeps the conversation, through LMDeploy's interactive route; a later client can resume it by its
+    session id."""
 
     def __init__(self, client: APIClient, session_id: int) -> None:
         self._client = client
@@ -109,7 +110,7 @@ class SessionConversation:
             for item in turn:
                 yield _Piece(item["text"], item["finish_reason"])
         except (GeneratorExit, KeyboardInterrupt):
-            # The server may notice that a connection was closed later than the next turn arrives.
+            # The server may notice a closed connection only after the next turn arrives.
             list(self._client.chat_interactive_v1("", session_id=self._session_id, cancel=True))
             raise
 
@@ -119,7 +120,7 @@ class SessionConversation:
 
 
 def _url(image: str) -> str:
-    """Return an image as a data: URL; a file is read here, as the server reads none."""
+    """Return an image as a data: URL. Files are read here, because the server reads none."""
     from asyncllm.vl import encode_image_base64
 
     return f"data:image/png;base64,{encode_image_base64(image)}"

@@ -1,4 +1,4 @@
-"""`asyncllm debug compare`: a checkpoint here and in transformers, layer by layer."""
+"""`asyncllm debug compare`: compares a checkpoint's layers with transformers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["add"]
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Give the command line its `debug`."""
-    debug = commands.add_parser("debug", help="Look inside a model.", description="Look inside a model.")
+    debug = commands.add_parser("debug", help="Inspect a model.", description="Inspect a model.")
     tools = debug.add_subparsers(title="tools", metavar="TOOL", required=True)
-    about = "Run the same tokens here and in transformers, and show where the two part. Exit status 1: they do."
+    about = "Run the same tokens here and in transformers, and show where they diverge. Exit status 1 if they do."
     compare = tools.add_parser("compare", help=about, description=about)
     compare.set_defaults(run=_compare, parser=compare)
     compare.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     compare.add_argument("--tokens", type=int, nargs="+", metavar="ID", help="Token ids. Default: random ones.")
     compare.add_argument("--count", type=int, default=32, metavar="INT", help="How many random ids. Default: 32.")
-    compare.add_argument("--seed", type=int, default=0, metavar="INT", help="Of the random ids. Default: 0.")
+    compare.add_argument("--seed", type=int, default=0, metavar="INT", help="Seed of the random ids. Default: 0.")
     compare.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="Where both run. Default: cpu.")
     compare.add_argument(
         "--tolerance", type=float, default=1e-3, metavar="FLOAT", help="Relative difference allowed. Default: 0.001."
@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Compare a model's layers with the original's. Return the exit status: 1 if they differ."""
+    """Compare a model's layers with transformers. Return the exit status: 1 if they differ."""
     from asyncllm.locate import locate
     from asyncllm.porting import compare
 
@@ -51,7 +51,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _as_text(result: Comparison) -> str:
-    """Return a line for each layer; what is inside of one only where it is the first that differs."""
+    """Return one line per layer, with the parts of a layer only for the first one that differs."""
     first = result.first
     shown = "" if first is None else " ".join(first.place.split()[:2])
     lines = [f"{'':22}{'largest':>10}{'relative':>10}"]

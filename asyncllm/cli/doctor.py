@@ -1,4 +1,4 @@
-"""asyncllm doctor: verdicts on this machine, each with what to do about it."""
+"""`asyncllm doctor`: checks of this machine, each with advice."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FLOORS = {
     "msgspec": ("0.19", "checking settings"),
     "jinja2": ("3.1.6", "before it, a chat template can leave its sandbox (CVE-2025-27516)"),
 }
-"""Package -> (lowest version, what goes wrong below)."""
+"""Package -> (lowest version, what goes wrong below it)."""
 
 BUNDLED_MODEL = "tiny-chat"
 LARGE_MODEL = 7_000_000_000
-"""Parameters of a model that has work for all cores."""
+"""Parameters of a model large enough to use all cores."""
 
 MIN_OPEN_FILES = 1024
 MIN_FREE_MEMORY_GB = 1.0
@@ -41,17 +41,18 @@ MIN_FREE_DISK_GB = 1.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
     found: str
     advice: str = ""
-    """What to do; empty when all is well."""
+    """What to do; empty if all is well."""
 
 
 def examine(model: str | None = None) -> list[Check]:
-    """Return all verdicts; with `model`, also on that checkpoint's folder. Takes seconds: it runs the bundled model."""
+    """Run all checks; with `model`, also of that checkpoint's folder. Takes seconds, because it runs the bundled
+    model."""
     checks = [
         _python(),
         *(_package(name) for name in FLOORS),
@@ -69,7 +70,7 @@ def examine(model: str | None = None) -> list[Check]:
 
 
 def as_text(checks: list[Check]) -> str:
-    """Return one line a verdict, advice below it, and the sum at the end."""
+    """Return one line per check, with advice below it, and a summary."""
     lines = []
     for check in checks:
         lines.append(f"[{check.verdict:^4}] {check.name}: {check.found}")
@@ -143,7 +144,7 @@ def _device() -> Check:
 
 
 def _threads() -> Check:
-    """Return what steps on the CPU would get, of a model large enough to use it all."""
+    """Report the threads of steps on the CPU, for a model large enough to use them all."""
     try:
         from asyncllm.agent.cpu_threads import choose_threads
     except (ImportError, OSError) as error:
@@ -187,7 +188,7 @@ def _cache() -> Check:
 
 
 def _answers(model: str, name: str) -> Check:
-    """Load a model and have it generate."""
+    """Load a model and generate with it."""
     from asyncllm import GenerationConfig
     from asyncllm.pipeline import Pipeline
 

@@ -1,7 +1,7 @@
-"""Command-line options out of the settings in `config/`, and back into checked settings.
+"""Converts the settings in `config/` to command-line options, and options back to checked settings.
 
-A field `max_new_tokens` becomes `--max-new-tokens`; its help is the field's description, its default stays with the
-Struct. Literals become choices, bools `--x` and `--no-x`, lists an option to repeat, dicts a repeated `NAME=VALUE`.
+A field `max_new_tokens` becomes `--max-new-tokens`; its help is the field's description, and its default stays in the
+Struct. Literals become choices, bools `--x` and `--no-x`, lists repeatable options, dicts repeated `NAME=VALUE`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 DEFAULT_MODEL = "tiny-chat"
 DEFAULT_VISION_MODEL = "tiny-vlm"
-"""Of prompts with images."""
+"""Default model for prompts with images."""
 MODEL_HELP = f"A folder, a bundled model or a hub id. Default: {DEFAULT_MODEL}."
 
 ALIASES = {
@@ -48,22 +48,22 @@ ALIASES = {
     "meta_instruction": ["--meta-instruct"],
     "disable_docs": ["--disable-fastapi-docs"],
 }
-"""Field -> LMDeploy's names of its option."""
+"""Field -> LMDeploy's names for its option."""
 
 ALONE = {"adapters": "default"}
-"""Field of pairs -> name of a value that is given without one, as the only one, as in LMDeploy."""
+"""Field of pairs -> name of a single value that is given without one, as in LMDeploy."""
 
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the nearest option when it does not know one, and takes `_` for `-` in names."""
+    """An ArgumentParser that suggests the nearest option for an unknown one, and accepts `_` for `-` in names."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
-        """Do as `parse_args`. A subcommand that sets `parser` to itself gets its own hints and usage line."""
+        """Like `parse_args`. A subcommand that sets `parser` to itself gets its own hints and usage line."""
         end = args.index("--") if "--" in args else len(args)
         namespace, unknown = self.parse_known_args([*map(_dashes, args[:end]), *args[end:]])
         if unknown:
@@ -92,10 +92,10 @@ def add(
     several: bool = False,
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
-    """Give `parser` an option for each field of `config`, except those in `leave_out`.
+    """Add to `parser` an option for each field of `config`, except those in `leave_out`.
 
-    `several`: an option for a list or pairs takes all words that follow, as LMDeploy's server has it. `defaults`: the
-    command's own, where they are not the config's.
+    `several`: options for lists and pairs take all following words, as in LMDeploy's server. `defaults`: the command's
+    own defaults where they differ from the config's.
     """
     hints = typing.get_type_hints(config, include_extras=True)
     shown = {**{field.name: field.default for field in msgspec.structs.fields(config)}, **defaults}
@@ -114,7 +114,7 @@ def _spelled(name: str) -> str:
 
 
 def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> Config:
-    """Return the checked config out of the options that were given, and `fixed` fields. Raises InvalidParameter."""
+    """Return the checked config from the given options and `fixed` fields. Raises InvalidParameter."""
     fields = {name: value for name, value in vars(namespace).items() if name in config.__struct_fields__}
     for name, value in fields.items():
         annotation, _ = _unwrap(typing.get_type_hints(config, include_extras=True)[name])
@@ -136,7 +136,7 @@ def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> C
 
 
 def _unwrap(annotation: Any) -> tuple[Any, str]:
-    """Return a field's type, and its description."""
+    """Return a field's type and its description."""
     if typing.get_origin(annotation) is Annotated:
         inner, *extra = typing.get_args(annotation)
         return inner, next((meta.description or "" for meta in extra if isinstance(meta, msgspec.Meta)), "")
@@ -151,7 +151,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _kind(annotation: Any, several: bool, alone: bool) -> dict[str, Any]:
-    """Return the `add_argument` keywords for a field's type. `alone`: a value may come without its name."""
+    """Return the `add_argument` keywords for a field's type. `alone`: a value may be given without its name."""
     inner = _without_none(annotation)
     optional = inner is not annotation
     origin = typing.get_origin(inner)
@@ -159,7 +159,7 @@ def _kind(annotation: Any, several: bool, alone: bool) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if origin is Literal:
         choices = {str(choice): choice for choice in typing.get_args(inner)}
-        # What is none of them stays text, for argparse to refuse.
+        # A word that is none of the choices stays text, for argparse to refuse.
         return {"choices": list(choices.values()), "type": lambda text: choices.get(text, text)}
     if origin is list:
         (item,) = typing.get_args(inner)
@@ -207,7 +207,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def refuse(error: InvalidParameter, command: argparse.ArgumentParser) -> str:
-    """Return the error as a user of the command line knows it: by the command's option or place, not by field."""
+    """Return the error's message, which names the command's option or argument in place of the field."""
     for action in command._actions:
         if action.dest == error.param:
             return f"{action.option_strings[0] if action.option_strings else action.metavar}: {error}"
@@ -217,7 +217,7 @@ def refuse(error: InvalidParameter, command: argparse.ArgumentParser) -> str:
 def add_model_settings(
     parser: Parser, defaults: Mapping[str, Any] = MappingProxyType({}), *, several: bool = False
 ) -> None:
-    """Give `parser` the options of the chat template and of the engine. `several`, `defaults`: as of `add`."""
+    """Add the options of the chat template and of the engine to `parser`. `several`, `defaults`: see `add`."""
     parser.add_argument(
         "--backend", choices=("pytorch", "turbomind"), help="LMDeploy's back ends; both are this engine."
     )
@@ -231,9 +231,9 @@ def add_model_settings(
 
 
 def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add LMDeploy's options of these names, which are not implemented, to `parser`, but not to its help.
+    """Add LMDeploy's options of these names, which are not implemented, to `parser`, but hide them from its help.
 
-    A command line that gives them neutral values works; `check_neutral` refuses other values.
+    Neutral values are accepted; `check_neutral` refuses other values.
     """
     for name in names:
         values = COMMANDS[name].values or ()
@@ -245,13 +245,13 @@ def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None
 
 
 def check_neutral(namespace: argparse.Namespace) -> None:
-    """Raise UnsupportedFeature for an option of LMDeploy's that asks for what is not implemented."""
+    """Raise UnsupportedFeature for an LMDeploy option that asks for something not implemented."""
     given = vars(namespace)
     without_neutral(COMMANDS, {name: given[f"neutral_{name}"] for name in COMMANDS if f"neutral_{name}" in given})
 
 
 def load_template(options: argparse.Namespace) -> ChatTemplateConfig:
-    """Return the chat template by name or from a JSON file, with the fields given as options in place of its own."""
+    """Return the chat template by name or from a JSON file, with the fields given as options overriding its own."""
     choice = options.chat_template
     if choice is None:
         config = ChatTemplateConfig()
@@ -264,7 +264,7 @@ def load_template(options: argparse.Namespace) -> ChatTemplateConfig:
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
-    """Give a command without an engine the engine's option of this name."""
+    """Add the engine's plugin option to a command without an engine."""
     every = [name for name in EngineConfig.__struct_fields__ if name != "plugin"]
     add(parser, EngineConfig, leave_out=every)
 

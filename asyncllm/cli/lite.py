@@ -1,4 +1,4 @@
-"""`asyncllm lite`: the tools that make another checkpoint of one, with LMDeploy's names."""
+"""`asyncllm lite`: the tools that produce a new checkpoint from an existing one, with LMDeploy's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRUTHS = {"true": "--", "false": "--no-"}
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--search-scale False`, as LMDeploy's pages have it, spelled `--no-search-scale`."""
+    """Return the arguments with `--search-scale False`, as in LMDeploy's documentation, as `--no-search-scale`."""
     if arguments[:1] != ["lite"]:
         return list(arguments)
     spelled: list[str] = []
@@ -51,7 +51,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run one of the tools and print what it has written."""
+    """Run one of the tools and print what it wrote."""
     from asyncllm.lite import TOOLS, QuantizeReport
 
     flags.check_neutral(options)

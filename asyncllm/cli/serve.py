@@ -1,4 +1,4 @@
-"""`asyncllm serve`: a server in the foreground, or a conversation with one. What a command needs is imported when it
+"""`asyncllm serve`: a server in the foreground, or a conversation with one. Dependencies are imported when a command
 runs."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ REFUSED = {
     "gradio": "There is no gradio here: `asyncllm serve MODEL` has a page to chat with the model at /.",
     "proxy": "There is no proxy here: put any balancer in front; a server's /health/ready is for it.",
 }
-"""LMDeploy's further commands -> what to do instead."""
+"""Other commands of LMDeploy -> what to do instead."""
 WORDS = (SERVER, CLIENT, *REFUSED, "-h", "--help")
-"""What may follow `serve`; anything else belongs to its api_server."""
+"""Words that may follow `serve`; any other word belongs to its api_server."""
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `serve MODEL`, as vLLM has it, and `serve` alone spelled `serve api_server`, and
-    without those of a command that is refused."""
+    """Return the arguments with `serve MODEL`, as in vLLM, and `serve` alone expanded to `serve api_server`, and
+    without the options of a refused command."""
     if arguments[:1] == ["serve"] and (len(arguments) == 1 or arguments[1] not in WORDS):
         return ["serve", SERVER, *arguments[1:]]
     if arguments[:1] == ["serve"] and arguments[1] in REFUSED:
@@ -45,13 +45,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     kinds = serve.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    about = "Serve a model over HTTP, with OpenAI's routes and LMDeploy's."
+    about = "Serve a model over HTTP, with the OpenAI and LMDeploy APIs."
     server = kinds.add_parser(
         SERVER, help=about, description=about, usage=f"asyncllm serve [{SERVER}] [MODEL] [OPTIONS]"
     )
     server.set_defaults(run=_serve, parser=server)
     server.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    group = server.add_argument_group("server", "An option with a list takes all words that follow.")
+    group = server.add_argument_group("server", "An option with a list takes all following words.")
     flags.add(group, ServerConfig, several=True)
     add_model_settings(server, SERVED_QUEUE, several=True)
 
@@ -112,7 +112,7 @@ def _refuse(options: argparse.Namespace) -> int:
 
 
 def _refuse_lost_model(options: argparse.Namespace) -> None:
-    """Refuse a list that takes the model's name, which comes after it: the default model would be served instead."""
+    """Refuse a list that has swallowed the model's name after it: the default model would be served instead."""
     fields = (*ServerConfig.__struct_fields__, *EngineConfig.__struct_fields__)
     lists = [name for name in fields if isinstance(getattr(options, name, None), list)]
     longest = max(lists, key=lambda name: len(getattr(options, name)), default=None)

@@ -1,4 +1,4 @@
-"""Answers and conversations in a terminal, from a model in this process or from a server."""
+"""Answers and conversations in a terminal, with a model in this process or a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_HELP = (
 )
 
 COMMAND = re.compile(r"/[a-z]+")
-"""A line of this form is no message: a mistyped command is not sent to a model."""
+"""A line of this form is not a message: a mistyped command must not be sent to a model."""
 
 
 class Piece(Protocol):
@@ -29,24 +29,24 @@ class Piece(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ends here; None: it goes on."""
+        """Why the answer ends here; None while it continues."""
 
 
 class Conversation(Protocol):
-    """What answers in turns, and remembers them."""
+    """Answers in turns, and remembers them."""
 
     def answer(self, text: str) -> Generator[Piece, Any, Any]:
         """Yield the answer to a message. Closing the generator stops it. Raises AsyncLLMError."""
 
     def attach(self, image: str) -> None:
-        """Let an image, a file or a URL, go with the next message. Raises AsyncLLMError."""
+        """Attach an image, a file or a URL, to the next message. Raises AsyncLLMError."""
 
     def forget(self) -> None:
         """Begin anew. Raises AsyncLLMError."""
 
 
 def converse(name: str, conversation: Conversation) -> None:
-    """Ask and answer until the user leaves."""
+    """Converse until the user leaves."""
     print(f"{in_terminal(name)}: {CHAT_HELP}")
     _edit_lines()
     while (text := _ask()) is not None:
@@ -71,7 +71,7 @@ def converse(name: str, conversation: Conversation) -> None:
 
 
 def print_answer(pieces: Iterable[Piece]) -> str | None:
-    """Print an answer as it comes, with control characters spelled out; returns its finish reason."""
+    """Print an answer as it arrives, with control characters spelled out. Return its finish reason."""
     ending = None
     for piece in pieces:
         sys.stdout.write(in_terminal(piece.text))
@@ -81,8 +81,8 @@ def print_answer(pieces: Iterable[Piece]) -> str | None:
 
 
 def _edit_lines() -> None:
-    """Let `input` edit its line, remember the earlier ones until the program ends, and take a paste of several lines as
-    one message; without effect where Python lacks readline, or no user types."""
+    """Let `input` edit its line, remember earlier lines until the program ends, and take a paste of several lines as
+    one message. Has no effect if Python lacks readline or input is not a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return
     try:
@@ -90,7 +90,7 @@ def _edit_lines() -> None:
     except ImportError:
         return
     readline.parse_and_bind("set enable-bracketed-paste on")
-    readline.parse_and_bind("tab: self-insert")  # and not the names of files
+    readline.parse_and_bind("tab: self-insert")  # Instead of file names.
 
 
 def _ask() -> str | None:

@@ -1,4 +1,4 @@
-"""RankGroup: the ranks that compute one model together, and what they say to each other in the midst of a step."""
+"""RankGroup: the ranks that compute one model together, and their communication within a step."""
 
 from __future__ import annotations
 
@@ -15,50 +15,52 @@ from asyncllm.distributed.peer_memory import PeerMemory
 __all__ = ["Meeting", "RankGroup", "TorchGroup", "heads_of", "rows_of", "tokens_of"]
 
 _PATIENCE = timedelta(seconds=120)
-"""For the others at the start, when each reads its part of the weights."""
+"""How long to wait for the others at the start, while each reads its share of the weights."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The first name is newer than the oldest torch that is supported."""
+"""The first name is newer than the oldest supported torch."""
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other."""
+    """Where ranks meet."""
 
     rank: int
     size: int
     file: str
-    """The same empty file for all."""
+    """An empty file, the same for all."""
 
 
 class RankGroup(Protocol):
-    """Ranks 0 to `size` - 1. Every rank makes the same calls in the same order; the results have equal bits on all."""
+    """Ranks 0 to `size` - 1. Every rank makes the same calls in the same order; the results are bitwise equal on
+    all."""
 
     rank: int
     size: int
 
     def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
-        """Make ready for sums of up to so many rows. To be called once, before the first sum. `alike`: a row's sum is
-        the same whatever other rows there are."""
+        """Prepare for sums of up to `rows` rows. Call this once, before the first sum. `alike`: a row's sum does not
+        depend on the other rows."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' x, in x's memory."""
 
     def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return what `kernels.add_rms_norm` makes of `add_up`, and leave anything in x."""
+        """Apply `kernels.add_rms_norm` to the sum of the ranks' x. x may be overwritten."""
 
     def collect(self, x: Tensor) -> Tensor:
         """Return every rank's x, of equal shape on all: [size, *x.shape]."""
 
     def exchange(self, x: Tensor) -> Tensor:
-        """x [size, ...], of equal shape on all ranks: what this one has for each -> what each has for this one."""
+        """x [size, ...], of equal shape on all ranks: this rank's data for each rank -> each rank's data for this
+        one."""
 
     def least(self, value: int) -> int:
         """Return the smallest of the ranks' values."""
 
 
 def rows_of(group: RankGroup, num_rows: int) -> slice:
-    """Return which of `num_rows` rows the group's rank takes where they are divided: as many as every other one, of
-    which the last ranks' may be beyond the end."""
+    """Return the slice of `num_rows` rows that the group's rank owns: all ranks own equally many, and those of the last
+    ranks may be beyond the end."""
     each = -(-num_rows // group.size)
     return slice(group.rank * each, (group.rank + 1) * each)
 
@@ -71,33 +73,33 @@ def heads_of(group: RankGroup, num_heads: int) -> slice:
 
 
 _TOKENS_TOGETHER = 8
-"""Rows of 16-bit logits begin at multiples of 16 bytes, and noise comes for four tokens at a time."""
+"""Rows of 16-bit logits begin at multiples of 16 bytes, and noise is generated for four tokens at a time."""
 
 
 def tokens_of(group: RankGroup, vocab_size: int) -> slice:
-    """Return which tokens of a vocabulary the group's rank has logits of: as many as every other one, of which the last
-    ranks' may be beyond the end."""
+    """Return the slice of a vocabulary for which the group's rank has logits: all ranks have equally many tokens, and
+    those of the last ranks may be beyond the end."""
     each = -(-vocab_size // (_TOKENS_TOGETHER * group.size)) * _TOKENS_TOGETHER
     return slice(group.rank * each, (group.rank + 1) * each)
 
 
 class TorchGroup:
-    """The group of this process, by torch.distributed: NCCL between GPUs, gloo on CPUs. Where GPUs can map each
-    other's memory, sums go through a kernel of our own instead.
+    """The group of this process, through torch.distributed: NCCL between GPUs, gloo on CPUs. If GPUs can map each
+    other's memory, sums use our own kernel instead.
 
-    Of NCCL there is one communicator, made here and bound to the device, and all calls come from the stream that
-    computes steps. What CUDA graphs capture has been called once outside of them, which sets connections up, and the
-    graphs are gone before `close`. A rank that waits for one that is dead is ended by the engine (`ranks.executor`).
+    There is one NCCL communicator, created here and bound to the device, and all calls come from the stream that
+    computes steps. Everything captured in CUDA graphs has been called once before, which sets up connections, and the
+    graphs are gone before `close`. A rank that waits for a dead one is ended by the engine (`ranks.executor`).
     """
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        """Wait for the others. Raises RuntimeError when they do not come."""
+        """Wait for the other ranks. Raises RuntimeError if they do not appear."""
         self.rank, self.size = meeting.rank, meeting.size
         self._device = device
         self.peers: PeerMemory | None = None
-        """What sums go through if it takes them."""
+        """Computes the sums that it supports."""
         if device.type == "cuda":
-            # A device without a number is the current one; the communicator wants it spelled out.
+            # A device without an index is the current one, but the communicator needs an explicit index.
             device = torch.device("cuda", torch.cuda.current_device())
         store = dist.FileStore(meeting.file, meeting.size)  # type: ignore[attr-defined]
         dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the other ranks map as well, for sums by our own kernel (`kernels.triton.rank_sum`)."""
+"""GPU memory that the other ranks map as well, for sums by our own kernel (`kernels.triton.rank_sum`)."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ __all__ = ["SWITCH", "PeerMemory", "most_rows"]
 logger = logging.getLogger("asyncllm.ranks")
 
 SWITCH = "ASYNCLLM_PEER_MEMORY"
-"""Set to 0 in the environment, all sums go through NCCL."""
+"""If set to 0 in the environment, all sums go through NCCL."""
 
 _MAX_BYTES = 256 * 2**20
-"""Of a rank's mailbox: with two ranks 16,384 rows of 8 KB."""
+"""Maximum size of a rank's mailbox: with two ranks 16,384 rows of 8 KB."""
 
 _MOST_BYTES = {3: 16 * 2**20, 4: 4 * 2**20}
 _MOST_BYTES_OF_MORE = 2**20
-"""By the number of ranks, the largest sum that is faster than NCCL's. Each rank sends all that it has to every other
-one, which NCCL does not, but that takes 20 us longer to begin. With two ranks there is no such size, as measured on
-H200s; the others follow from 371 GB/s a link and NCCL's figures for eight ranks, and are not measured."""
+"""By number of ranks, the largest sum that is faster than NCCL's. Each rank sends everything to every other one, unlike
+NCCL, which however takes 20 us longer to begin. With two ranks there is no limit, as measured on H200s; the others are
+derived from 371 GB/s per link and NCCL's figures for eight ranks, and are not measured."""
 
 
 def most_rows(ranks: int, rows: int, row_bytes: int, *, always: bool) -> int:
-    """Return for how many of `rows` rows memory is worth taking. `always`: not only for sums that are faster so."""
+    """Return the number of rows, up to `rows`, that are worth allocating memory for. `always`: even for sums that are
+    not faster this way."""
     if ranks > 2 and not always:
         rows = min(rows, _MOST_BYTES.get(ranks, _MOST_BYTES_OF_MORE) // row_bytes)
     return max(1, rows)
 
 
 class PeerMemory:
-    """A rank's mailbox, and who may use it."""
+    """A rank's mailbox, and the rules for its use."""
 
     def __init__(self, mailbox: Mailbox, *, always: bool, mapping: Any = None) -> None:
-        """`always`: sums of more rows than the mailbox has are taken in parts, not left to the library. `mapping` is
-        what has to live as long as the mailbox."""
-        # Only here, as CPUs have no Triton.
+        """`always`: compute sums of more rows than the mailbox has in parts, instead of leaving them to the library.
+        `mapping`: object to keep alive as long as the mailbox."""
+        # Imported here because CPUs have no Triton.
         from asyncllm.kernels.triton import rank_sum
 
         self._kernels = rank_sum
@@ -54,12 +55,12 @@ class PeerMemory:
 
     @staticmethod
     def open(rows: int, row_bytes: int, device: torch.device, *, always: bool = False) -> PeerMemory | None:
-        """Return memory for sums of up to `rows` rows, or of those that are faster than the library's, among the ranks
-        of torch.distributed's group, which all call this; None, with a line in the log, where there is no way between
-        their GPUs.
+        """Return memory for sums of up to `rows` rows, or of as many as are faster than the library's, among the ranks
+        of torch.distributed's group, all of which call this; None, with a log line, if their GPUs cannot reach each
+        other.
 
-        It is torch's symmetric memory, without multicast. Each rank sees one GPU alone, so that all call theirs by the
-        same number, which torch takes for one GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES says otherwise.
+        It is torch's symmetric memory, without multicast. Each rank sees a single GPU, so all of them number theirs 0,
+        which torch takes for the same GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES says otherwise.
         """
         if os.environ.get(SWITCH) == "0":
             logger.info("Sums of ranks go through NCCL, as %s is 0", SWITCH)
@@ -77,7 +78,7 @@ class PeerMemory:
             logger.warning("Sums of ranks go through NCCL: what one GPU writes to another's memory does not arrive")
             return None
         found.mailbox.clear()
-        # No rank writes before all have cleared theirs.
+        # No rank may write before all have cleared their mailboxes.
         _all_have(True, device)
         return PeerMemory(found.mailbox, always=always, mapping=found)
 
@@ -86,24 +87,24 @@ class PeerMemory:
         return self._kernels.fits(x, self._mailbox) and (self._always or x.numel() <= self._rows * x.shape[-1])
 
     def add_up(self, x: Tensor) -> Tensor:
-        """As `RankGroup.add_up` of what this `takes`."""
+        """See `RankGroup.add_up`, for x that this `takes`."""
         for part in torch.split(x.view(-1, x.shape[-1]), self._rows):
             self._kernels.sum_of_ranks(part, self._mailbox)
         return x
 
     def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """As `RankGroup.add_up_rms_norm` of what this `takes`."""
+        """See `RankGroup.add_up_rms_norm`, for x that this `takes`."""
         if x.numel() > self._rows * x.shape[-1]:
             return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
         return self._kernels.add_sum_rms_norm(x, residual, weight, eps, self._mailbox)
 
 
 class _Mapping:
-    """A new mailbox, and those of the others as this process sees them."""
+    """A new mailbox, and those of the other ranks as mapped by this process."""
 
     def __init__(self, rows: int, row_bytes: int, device: torch.device, *, always: bool) -> None:
-        """See `PeerMemory.open`. Raises RuntimeError where the ranks cannot map each other's memory, or torch has no
-        way to."""
+        """See `PeerMemory.open`. Raises RuntimeError if the ranks cannot map each other's memory, or torch does not
+        support it."""
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import rendezvous
 
@@ -124,7 +125,7 @@ class _Mapping:
         self.mailbox = Mailbox(rank, size, addresses, own, turns, row_bytes)
 
     def arrives(self, device: torch.device) -> bool:
-        """Write to all ranks' memory; return whether what all have written is here."""
+        """Write to all ranks' memory. Return whether the data of all ranks has arrived here."""
         rank, size = self.mailbox.rank, self.mailbox.size
         for view in self._views:
             view[rank] = rank + 1
@@ -133,7 +134,7 @@ class _Mapping:
 
 
 def _all_have(value: bool, device: torch.device) -> bool:
-    """Return whether this holds on all ranks, when all that they have launched before is done."""
+    """Return whether this is true on all ranks, after all work that they have launched."""
     agreed = torch.tensor(int(value), device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     return bool(agreed.item())

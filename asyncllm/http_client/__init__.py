@@ -1,4 +1,4 @@
-"""Servers from outside: LMDeploy's `serve()`, which starts one, and `client()`."""
+"""Access to servers from other programs: LMDeploy's `serve()`, which starts one, and `client()`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def serve(
 ) -> APIClient:
     """Start a server in a child process, and return its client once the model is loaded.
 
-    The server ends with the client: when it is closed, forgotten, or its process ends in whatever way. Answers of
-    other clients may then still finish, for `drain_timeout` seconds.
+    The server ends with the client: when it is closed, garbage-collected, or its process ends for any reason. Answers
+    to other clients may then still finish, for `drain_timeout` seconds.
 
     Args:
         model_path: folder, bundled model, or model id of the hub.
-        model_name: name under which the model answers.
-        backend_config: of the engine; None: the defaults, with the bounds of the queue that `asyncllm serve` has.
-        backend: "pytorch" or "turbomind", as older programs pass it; both are this engine.
-        server_port: 0 takes a free one; the client's `api_server_url` tells it.
-        options: further fields of ServerConfig.
+        model_name: name the model is served under.
+        backend_config: the engine's settings; None: the defaults, with the queue bounds of `asyncllm serve`.
+        backend: "pytorch" or "turbomind", as passed by older programs; both select this engine.
+        server_port: 0 selects a free port; the client's `api_server_url` contains it.
+        options: other fields of ServerConfig.
 
     Raises InvalidParameter, UnsupportedFeature and ModelError as the engine does, EngineError if the process dies.
     """
@@ -71,7 +71,7 @@ def serve(
 
 
 def client(api_server_url: str = DEFAULT_URL, api_key: str | None = None) -> APIClient:
-    """Return the client of a server that runs already. Raises InvalidParameter for what is no address."""
+    """Return the client of a running server. Raises InvalidParameter for an invalid address."""
     from asyncllm.http_client.api_client import APIClient
 
     return APIClient(api_server_url, api_key)

@@ -1,4 +1,4 @@
-"""APIClient: LMDeploy's client of a server, for synchronous programs. On the standard library alone."""
+"""APIClient: LMDeploy's client of a server, for synchronous programs. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Words = str | list[str] | None
 
 
 class APIClient:
-    """Calls a server. Methods that answer are generators: of one dict, or with `stream=True` of one for each piece.
+    """Calls a server. Methods that answer are generators: of one dict, or with `stream=True` of one dict per piece.
 
-    Usable from several threads; a call opens a connection of its own. A generator that is closed before its end, or
-    interrupted, closes its connection, and with that the server ends the answer. Any call raises ServerError for what
-    the server says is wrong, ServerUnreachable when it says nothing.
+    Usable from several threads; each call opens its own connection. Closing a generator before its end, or interrupting
+    it, closes its connection, and the server then ends the answer. Any call raises ServerError for an error reported by
+    the server, and ServerUnreachable if it does not answer.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class APIClient:
         timeout: float | None = 600.0,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """`timeout`: seconds to wait for the next byte; None: for ever. Raises InvalidParameter for what is no
+        """`timeout`: seconds to wait for the next byte; None: no limit. Raises InvalidParameter for an invalid
         address."""
         address = urlsplit(api_server_url)
         if address.scheme not in ("http", "https") or not address.hostname:
@@ -57,7 +57,7 @@ class APIClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._open: set[http.client.HTTPConnection] = set()
-        """Of the calls that run."""
+        """Connections of the running calls."""
         self.on_close: Callable[[], object] | None = None
         """Called once by `close`, after the calls have ended."""
 
@@ -70,11 +70,11 @@ class APIClient:
         self.close()
 
     def close(self) -> None:
-        """End the calls that run, and the server if `asyncllm.serve` started it for this client. Idempotent."""
+        """End the running calls, and the server if `asyncllm.serve` started it for this client. Idempotent."""
         for connection in list(self._open):
             socket_ = connection.sock
             if socket_ is not None:
-                # Wakes a thread that waits for it, which closing does not.
+                # Wakes a thread that waits on the connection, which closing alone does not.
                 with suppress(OSError):
                     socket_.shutdown(socket.SHUT_RDWR)
         on_close, self.on_close = self.on_close, None
@@ -83,14 +83,14 @@ class APIClient:
 
     @property
     def available_models(self) -> list[str]:
-        """The names of the models that are served."""
+        """The names of the served models."""
         return [model["id"] for model in self._get("/v1/models")["data"]]
 
     def encode(
         self, input: str | list[str], do_preprocess: bool = False, add_bos: bool = True
     ) -> tuple[list[int] | list[list[int]], int | list[int]]:
-        """Return token ids and their number, of a text or of each of several. `do_preprocess` applies the chat
-        template."""
+        """Return the token ids of a text, or of each of several texts, and their number. `do_preprocess` applies the
+        chat template."""
         body = {"input": input, "do_preprocess": do_preprocess, "add_bos": add_bos}
         (answer,) = self._answers("/v1/encode", body)
         return answer["input_ids"], answer["length"]
@@ -116,7 +116,8 @@ class APIClient:
         skip_special_tokens: bool | None = True,
         **fields: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Answer a conversation. None leaves a field to the server; `fields` are further ones of its request."""
+        """Answer a conversation. None leaves a field to the server's default; `fields` are other fields of the
+        request."""
         return self._call("/v1/chat/completions", locals())
 
     def completions_v1(
@@ -136,7 +137,7 @@ class APIClient:
         session_id: int | None = -1,
         **fields: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Continue one prompt or several, as `chat_completions_v1` answers."""
+        """Continue one prompt or several, in the manner of `chat_completions_v1`."""
         return self._call("/v1/completions", locals())
 
     def chat_interactive_v1(
@@ -157,7 +158,7 @@ class APIClient:
         adapter_name: str | None = None,
         **fields: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the next turn of a conversation that the server keeps under `session_id`, with
+        """Yield the next turn of a conversation that the server stores under `session_id`, with
         `interactive_mode=True`."""
         return self._call("/v1/chat/interactive", locals())
 
@@ -170,8 +171,8 @@ class APIClient:
         stream: bool = False,
         **fields: Any,
     ) -> Iterator[tuple[str, int, str | None]]:
-        """Yield a turn of the server's conversation `session_id`: text, number of tokens, and why it ended if it
-        has."""
+        """Yield a turn of the server's conversation `session_id`: text, number of tokens, and the reason if it has
+        ended."""
         for item in self.chat_interactive_v1(
             prompt,
             image_url,
@@ -184,11 +185,11 @@ class APIClient:
             yield item["text"], item["tokens"], item["finish_reason"]
 
     def end_session(self, session_id: int) -> None:
-        """Let the server forget a conversation."""
+        """Make the server forget a conversation."""
         list(self.chat_interactive_v1("", session_id=session_id, interactive_mode=False))
 
     def _call(self, path: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Call a route; `arguments`: those of the calling method, by name."""
+        """Call a route. `arguments`: those of the calling method, by name."""
         body = {**arguments, **arguments["fields"]}
         for name in ("self", "fields"):
             del body[name]
@@ -209,7 +210,7 @@ class APIClient:
     def _response(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Open the response to a request, if its status is 2xx; its connection is closed with the block."""
+        """Open the response to a request, if its status is 2xx; its connection is closed at the end of the block."""
         if self._tls is None:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
         else:
@@ -233,7 +234,7 @@ class APIClient:
 
 
 def _items(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of each line, whether the stream is of server-sent events or of bare lines."""
+    """Yield the JSON of each line of a stream of server-sent events or of plain lines."""
     ended = False
     while (line := response.readline()).endswith(b"\n"):
         data = line.strip().removeprefix(b"data:").strip()
@@ -258,7 +259,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
 
 
 def _refusal(status: int | None, retry_after: str | None, data: bytes) -> ServerError:
-    """Return the error in a body `{"error": {...}}`, or in LMDeploy's flat one; of another body, its first line."""
+    """Return the error in a body `{"error": {...}}`, or in LMDeploy's flat form; for any other body, its first line."""
     found: dict[str, Any] = {}
     try:
         body = msgspec.json.decode(data, type=dict[str, Any])

@@ -1,8 +1,8 @@
 """A server in a child process that lives no longer than the process that started it.
 
-The child gets its settings as the first line of its standard input, and takes the end of that input for SIGTERM: a
-parent that is killed closes it too. On standard output it says one line, a `Report`; whatever else would be printed
-there goes to standard error.
+The child reads its settings from the first line of its standard input, and treats the end of that input like SIGTERM:
+killing the parent closes it too. It writes one line, a `Report`, to standard output; anything else that would be
+printed there goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asyncllm.http_client.api_client import APIClient
 __all__ = ["Settings", "main", "start"]
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.http_client.child import main; main()"
-"""Run with the parent's import path, which need not be an interpreter's own."""
+"""Run with the parent's import path, which may differ from an interpreter's default."""
 
 LAST_SECONDS = 30.0
-"""Beyond its own deadlines, for a server to end before it is killed."""
+"""Seconds beyond its own deadlines that a server has to end before it is killed."""
 
 
 class Settings(msgspec.Struct):
-    """What a server is started with."""
+    """The settings that a server is started with."""
 
     model_path: str
     server: ServerConfig
@@ -44,7 +44,7 @@ class Settings(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """Where the server listens, or why it does not."""
+    """The server's address, or why it did not start."""
 
     url: str = ""
     error: str = ""
@@ -53,7 +53,7 @@ class Report(msgspec.Struct):
     param: str | None = None
 
     def as_error(self) -> AsyncLLMError:
-        """Return what the child's engine raised."""
+        """Return the error that the child's engine raised."""
         kind: type[AsyncLLMError] = getattr(errors, self.error)
         if issubclass(kind, (InvalidParameter, UnsupportedFeature)):
             return kind(self.message, self.param)
@@ -61,7 +61,7 @@ class Report(msgspec.Struct):
 
 
 def start(settings: Settings) -> APIClient:
-    """Run a server until its client is closed. Raises what the engine raises, EngineError if the process dies."""
+    """Run a server until its client is closed. Raises the engine's errors, and EngineError if the process dies."""
     from asyncllm.server.http.access import read_keys
 
     keys = read_keys(settings.server)
@@ -69,12 +69,12 @@ def start(settings: Settings) -> APIClient:
         [sys.executable, "-c", PROGRAM.format(path=sys.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        process_group=0,  # Ctrl-C is for the parent
+        process_group=0,  # Ctrl-C is for the parent.
     )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        with suppress(BrokenPipeError):  # then it says nothing either
+        with suppress(BrokenPipeError):  # Then it writes no report either.
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             process.stdin.flush()
         line = process.stdout.readline()
@@ -97,9 +97,9 @@ def start(settings: Settings) -> APIClient:
 
 
 def _end(process: subprocess.Popen[bytes], config: ServerConfig) -> None:
-    """Let the server finish what it does for others, and wait for its end."""
+    """Let the server finish its work for others, and wait for its end."""
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already
+    with suppress(BrokenPipeError):  # It has ended already.
         process.stdin.close()
     try:
         process.wait(config.drain_delay + config.drain_timeout + config.write_timeout + LAST_SECONDS)
@@ -136,7 +136,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
             runner.run(run(make_engine, settings.server, lambda url: report(Report(url=url))))
     except AsyncLLMError as error:
-        with suppress(BrokenPipeError):  # the parent stops listening once the server has been announced
+        with suppress(BrokenPipeError):  # The parent stops reading once the server has been announced.
             report(Report(error=type(error).__name__, message=str(error), param=getattr(error, "param", None)))
         sys.exit(1)
 

@@ -1,5 +1,5 @@
-"""Tools for adding a model: what goes into a module and out of it, a step for a layer alone, and the comparison
-with transformers layer by layer."""
+"""Tools for adding a model: a module's inputs and outputs, a step for a single layer, and a layer-by-layer comparison
+with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same tokens through a checkpoint here and in transformers, and where the two part."""
+"""Runs the same tokens through a checkpoint here and in transformers, and finds where they diverge."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from asyncllm.porting.step_context import make_step_context
 __all__ = ["Comparison", "Difference", "compare"]
 
 TOLERANCE = 1e-3
-"""Sums in another order differ by some 1e-6 of the whole in float32, and what is computed otherwise by far more."""
+"""Sums in another order differ by some 1e-6 of the whole in float32, and different computations by far more."""
 
 _EMBEDDING, _LOGITS = "embedding", "logits"
 
 
 class Difference(NamedTuple):
-    """How far the two are apart at one place."""
+    """The difference between the two models at one place."""
 
     place: str
-    """ "embedding", "layer 3" (the residual stream behind it), "layer 3 attention" and "layer 3 mlp" (what they give),
+    """ "embedding", "layer 3" (the residual stream after it), "layer 3 attention" and "layer 3 mlp" (their outputs),
     "logits"."""
     largest: float
-    """Of all numbers."""
+    """Largest absolute difference."""
     relative: float
-    """The difference's norm, by the norm in transformers."""
+    """Norm of the difference, divided by the norm in transformers."""
 
 
 class Comparison(NamedTuple):
-    """All places, in the order in which they are computed."""
+    """The differences at all places, in the order of computation."""
 
     differences: list[Difference]
     tolerance: float
 
     @property
     def first(self) -> Difference | None:
-        """The first place that is farther apart than `tolerance` allows; None where there is none.
+        """The first place whose difference exceeds `tolerance`; None if there is none.
 
-        Inner modules are asked in a layer alone whose stream differs, as families divide the work otherwise there.
+        Inner modules are considered only in a layer whose stream differs, because families may divide the work
+        differently there.
         """
         for index, each in enumerate(self.differences):
             if each.place.count(" ") < 2 and not each.relative <= self.tolerance:
@@ -69,8 +70,8 @@ def compare(
 ) -> Comparison:
     """Run the checkpoint in `folder` here and in transformers, in float32, on `tokens`, or `count` random ones.
 
-    Both models are in memory at a time. Raises UnsupportedFeature without transformers, UnsupportedModel for a class
-    that it does not have, InvalidParameter for tokens beyond the vocabulary, and what `open_model` raises.
+    Both models are in memory at the same time. Raises UnsupportedFeature without transformers, UnsupportedModel for a
+    class that it lacks, InvalidParameter for tokens beyond the vocabulary, and the errors of `open_model`.
     """
     ours = open_model(folder, dtype=torch.float32, device=torch.device(device))
     vocab = ours.config.vocab_size
@@ -114,7 +115,7 @@ def _run_ours(model: DecoderLM, ids: Tensor) -> dict[str, Tensor]:
     layers: list[Any] = list(model.layers)
     modules: dict[str, nn.Module] = {}
     for index, block in enumerate(layers):
-        # Some have one of the two alone.
+        # Some layers have only one of the two.
         inner = {f"layer {index} attention": block.attn, f"layer {index} mlp": block.mlp}
         modules |= {f"layer {index}": block, **{name: each for name, each in inner.items() if each is not None}}
     with recorded(modules) as calls:
@@ -154,7 +155,7 @@ def _input(call: Call) -> Tensor:
 
 
 def _by_layer(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names in order, attention and MLP before the layer that they are in."""
+    """Return the names in order, attention and MLP before their layer."""
     return sorted(modules, key=lambda name: (int(name.split()[1]), name.count(" ") == 1, name))
 
 

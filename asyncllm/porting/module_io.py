@@ -1,4 +1,4 @@
-"""What goes into a module and what comes out, in models of ours and of transformers alike."""
+"""Records the inputs and outputs of modules, in our models and in transformers alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Call", "ModuleIOExtractor", "recorded"]
 
 
 class Call(NamedTuple):
-    """One call of a module. Tensors are copies, as ops may write to theirs."""
+    """One call of a module. Tensors are copies, because ops may write to the originals."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -26,10 +26,10 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Keep every call of these modules while the block runs, by name and in order."""
+    """Record every call of these modules during the block, by name and in order."""
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     before = {name: vars(module).get("forward") for name, module in modules.items()}
-    # Layers of ours take no hooks: their call is their `forward`, whichever the instance has.
+    # Our layers take no hooks: calling one calls its `forward`, which an instance may override.
     for name, module in modules.items():
         vars(module)["forward"] = _keeping(module.forward, calls[name])
     try:
@@ -44,13 +44,14 @@ def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]
 
 
 class ModuleIOExtractor:
-    """Runs a model once and gives one module's arguments and result.
+    """Runs a model once and returns one module's arguments and result.
 
-    `model`: one of transformers', or a `DecoderLM`. `target`: a module of it, or its path, such as "layers.0.attn".
+    `model`: a transformers model, or a `DecoderLM`. `target`: one of its modules, or the path of one, such as
+    "layers.0.attn".
     """
 
     def __init__(self, model: nn.Module, target: nn.Module | str) -> None:
-        """Raises InvalidParameter for a module that is not the model's."""
+        """Raise InvalidParameter for a module that is not part of the model."""
         named = dict(model.named_modules())
         found = named.get(target) if isinstance(target, str) else target
         if found is None or not any(found is each for each in named.values()):
@@ -62,8 +63,8 @@ class ModuleIOExtractor:
     def extract(self, *args: Any, **kwargs: Any) -> Call:
         """Return the module's first call while the model runs on these arguments: `input_ids` [B, S] or [S] first.
 
-        A `DecoderLM` takes nothing else and runs on a context of `make_step_context`. Raises InvalidParameter where the
-        module is not called.
+        A `DecoderLM` takes no other arguments, and runs on a step of `make_step_context`. Raises InvalidParameter if
+        the module is not called.
         """
         with recorded({"target": self.target}) as calls:
             if isinstance(self.model, DecoderLM):

@@ -28,11 +28,11 @@ def make_step_context(
     block_size: int = 64,
     rope: RopeConfig | None = None,
 ) -> StepInputs:
-    """Return the step of prompts that nothing stands before, with empty caches and on the device of `input_ids`.
+    """Return the step of complete prompts, with empty caches and on the device of `input_ids`.
 
-    input_ids [B, S] or [S] integers, padded on the right; `seq_length`: tokens of each row, S unless given. With a
-    `model` its layers say what they cache, and the tokens' rotations are there; without, there are `num_layers` caches
-    of these sizes, and a rotation if `rope` is given. Raises InvalidParameter for lengths that do not fit, and
+    input_ids [B, S] or [S] integers, padded on the right; `seq_length`: number of tokens of each row, by default S. A
+    `model` determines the layers' caches and the tokens' rotations; without it there are `num_layers` caches of the
+    given sizes, and a rotation if `rope` is given. Raises InvalidParameter for lengths that do not fit, and
     UnsupportedFeature for a model that reads images.
     """
     rows = input_ids if input_ids.ndim == 2 else input_ids[None]
@@ -79,7 +79,7 @@ def make_step_context(
 
 
 def continuous_tensor(padded: Tensor, seq_length: Tensor | Sequence[int]) -> Tensor:
-    """Return the rows of [B, S, ...] without their padding, one after the other: [T, ...], as layers take them."""
+    """Return the rows of [B, S, ...] without their padding, concatenated: [T, ...], as layers take them."""
     lens = _lengths(padded, seq_length)
     return torch.cat([row[:length] for row, length in zip(padded, lens.tolist(), strict=True)])
 

@@ -1,7 +1,7 @@
 """Channel: messages and file descriptors over one end of a socket pair, in an event loop.
 
-A message is its length, 8 bytes, and its bytes. Nothing waits: what the socket does not take at once goes on when it is
-writable, and what arrives is handed over message by message.
+A message is its length, 8 bytes, followed by its bytes. Nothing waits: data that the socket does not accept at once is
+sent when it becomes writable, and arriving data is handed over message by message.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Channel"]
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 2**20
 _WRITE_BYTES = 2**20
-"""Written at a time: a fraction of a millisecond."""
+"""Maximum number of bytes written at a time: a fraction of a millisecond."""
 _MOST_DESCRIPTORS = 8
-"""Received at a time."""
+"""Maximum number of descriptors received at a time."""
 
 
 class Channel:
@@ -38,15 +38,15 @@ class Channel:
         self._on_end = on_end
         self._received = bytearray()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
-        """What the socket has not taken yet, each with the descriptors that go with its first byte."""
+        """Data that the socket has not accepted yet, with the descriptors that go with its first byte."""
         self.descriptors: deque[int] = deque()
-        """Arrived ones, in order. The owner of the message that they belong to takes and closes them."""
+        """Received descriptors, in order. The owner of the message that they belong to takes and closes them."""
         self.closed = False
         self._loop.add_reader(end.fileno(), self._read)
 
     def send(self, data: bytes, descriptors: tuple[int, ...] = (), *, tail: memoryview | None = None) -> None:
-        """Send a message; its descriptors may be closed by the caller at once. `tail` is the rest of the message, which
-        is not copied and must not change. A broken channel takes it for nothing: `on_end` says so."""
+        """Send a message; the caller may close its descriptors at once. `tail` is the rest of the message, which is not
+        copied and must not change. A broken channel discards the message; `on_end` reports that it is broken."""
         if self.closed:
             return
         kept = [os.dup(descriptor) for descriptor in descriptors]
@@ -59,7 +59,7 @@ class Channel:
             self._write()
 
     def close(self) -> None:
-        """Close this end. What is unsent is lost, and `on_end` is not called."""
+        """Close this end. Unsent data is lost, and `on_end` is not called."""
         if self.closed:
             return
         self.closed = True
@@ -73,11 +73,11 @@ class Channel:
         self.descriptors.clear()
 
     def _write(self) -> None:
-        """Send what is unsent, `_WRITE_BYTES` in a turn at most; go on when the socket takes more."""
+        """Send unsent data, at most `_WRITE_BYTES` per turn; continue when the socket accepts more."""
         left = _WRITE_BYTES
         while self._unsent:
             if left <= 0:
-                # The rest has its turn after what else the event loop has to do.
+                # The rest is sent after the event loop's other work.
                 self._loop.add_writer(self._socket.fileno(), self._write)
                 return
             data, kept = self._unsent[0]
@@ -91,7 +91,7 @@ class Channel:
                 self._loop.add_writer(self._socket.fileno(), self._write)
                 return
             except OSError:
-                # The reader sees the end too, and says so once all that has arrived is read.
+                # The reader sees the end too, and reports it once everything that has arrived is read.
                 break
             _close_all(kept)
             left -= count
@@ -117,7 +117,7 @@ class Channel:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Hand over all messages that have arrived whole."""
+        """Hand over all messages that have arrived completely."""
         start, size = 0, len(self._received)
         with memoryview(self._received) as received:
             while size - start >= _LENGTH.size:

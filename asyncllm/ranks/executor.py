@@ -1,11 +1,11 @@
-"""RankExecutor: runs the steps of an engine in child processes, one for each rank.
+"""RankExecutor: runs the steps of an engine in child processes, one per rank.
 
     engine's process                                a rank's process
     submit(batch) ── RunStep ──> every rank         StepExecutor, ModelAgent
-    future        <── StepDone ── every rank        the first one's with what the step gave
+        future        <── StepDone ── every rank        the first rank's has the step's results
 
-The engine's process needs no torch and no context of a device. A rank that dies is seen at once by its pidfd; then all
-ranks are killed and the executor is dead. Nothing of the device is lost with it: a new engine can start in its place.
+The engine's process needs no torch and no device context. A rank that dies is noticed at once through its pidfd; then
+all ranks are killed and the executor is dead. A lost device is released with its process, so a new engine can start.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ from asyncllm.text.grammars.bridge import CompiledGrammar
 __all__ = ["RankExecutor"]
 
 _AGREEMENT_S = 5.0
-"""How much later than one rank the others may find that a step or a command has failed."""
+"""How much later than one rank the others may notice that a step or a command has failed."""
 
 _CAUSE_S = 0.2
-"""How long after a rank has failed at the start others are given to be seen dead, for lack of which it may have."""
+"""After a rank has failed at the start, how long to wait for the death of another rank, which may be the cause."""
 
 _CLOSE_PATIENCE_S = 10.0
-"""How long ranks may take to release what they hold before they are killed."""
+"""How long ranks may take to release their resources before they are killed."""
 
 
 _Result = TypeVar("_Result")
 
 
 class RankExecutor:
-    """States: new, starting, running, perhaps dead, then closed. Written by its event loop's thread."""
+    """States: new, starting, running, possibly dead, then closed. Written by its event loop's thread."""
 
     isolated = True
 
@@ -94,39 +94,39 @@ class RankExecutor:
         self.num_ranks = config.tp
         self._config, self._model_path = msgspec.structs.replace(config, isolated=False, tp=1), str(model_path)
         self._meeting_file = ""
-        """Where several ranks find each other: a file without a name, by the descriptor that they inherit."""
+        """Where several ranks meet: an unnamed file, given by the descriptor that they inherit."""
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._processes: list[RankProcess] = []
         self._channels: list[Channel] = []
         self._ready: list[asyncio.Future[Limits]] = []
         self._unanswered: list[deque[_Step]] = []
-        """By rank: the steps that it has not answered, oldest first."""
+        """By rank, the steps that it has not answered, oldest first."""
         self._command: _Call[None] | None = None
-        """What is being carried out."""
+        """The command under way."""
         self._adapters: dict[int, _Call[str]] = {}
-        """By number: those that some rank is still reading."""
+        """By number, the adapters that some rank is still reading."""
         self._heartbeat = Heartbeat(
             config.tp, work=self._work, ask=lambda: self._send_all(encode(AreYouThere())), on_silence=self._end_hung
         )
         self._grammars: dict[int, _Call[None]] = {}
-        """By number: those that some rank is still compiling."""
+        """By number, the grammars that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
-        """Numbers of grammars that nothing refers to any more. Written by whatever thread drops the last reference."""
+        """Numbers of grammars that nothing refers to any more. Written by the thread that drops the last reference."""
         self._error: BaseException | None = None
-        """What the executor died of."""
+        """The error that killed the executor."""
         self._pixels = LatestPixels()
-        """What all ranks have of images."""
+        """The images that all ranks have."""
         self._on_step: Callable[[], None] = lambda: None
         self._on_death: Callable[[Exception], None] | None = None
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
-        """See `Executor`: `on_death` is for a process that ends while no step and no command is open."""
+        """See `Executor`: `on_death` is called for a process that ends while no step or command is open."""
         self._on_step, self._on_death = on_step, on_death
 
     async def start(self) -> Limits:
-        """Start the processes and load the model in each. Raises what loading raises, and ModelError when a process
-        ends before it is ready, or says nothing for minutes; then none is left."""
+        """Start the processes and load the model in each. Raises errors of loading, and ModelError if a process ends
+        before it is ready or is silent for minutes; then no process is left."""
         if self._state != "new":
             raise EngineClosed("This executor was started or closed before. Make a new one.")
         self._state = "starting"
@@ -153,8 +153,8 @@ class RankExecutor:
         return limits[0]
 
     async def _all_ready(self) -> list[Limits]:
-        """Return the limits that all ranks tell. Raises why the first rank failed, or the death of the one for lack of
-        which it did."""
+        """Return the limits reported by all ranks. Raises the error of the first rank that failed, or the death of the
+        rank that caused it."""
         try:
             return await asyncio.gather(*self._ready)
         except AsyncLLMError as error:
@@ -166,8 +166,8 @@ class RankExecutor:
             raise
 
     async def _start_processes(self) -> None:
-        """Start the ranks in a thread, as it takes milliseconds. Wait for it even if cancelled, so that no process is
-        lost."""
+        """Start the ranks in a thread, because it takes milliseconds. Wait for it even if cancelled, so that no process
+        is lost."""
         assert self._loop is not None
 
         def start_all() -> None:
@@ -191,7 +191,7 @@ class RankExecutor:
         assert self._loop is not None
         rank = process.rank
         ready: asyncio.Future[Limits] = self._loop.create_future()
-        # No caller asks for the failure of a rank that is not the first to fail.
+        # The failure of a rank that is not the first to fail is never retrieved.
         ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._ready.append(ready)
         self._unanswered.append(deque())
@@ -201,7 +201,7 @@ class RankExecutor:
         self._channels[rank].send(encode(start))
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Send a step to all ranks; its future raises as a `StepExecutor`'s does.
+        """Send a step to all ranks; its future raises like a `StepExecutor`'s.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -223,7 +223,8 @@ class RankExecutor:
         return future
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """Have a command carried out by all ranks. No step is in flight, nor submitted before its end.
+        """Have all ranks carry out a command. No step is in flight, and none is submitted before the end of the
+        command.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -240,7 +241,7 @@ class RankExecutor:
         return future
 
     def take_grammar(self, grammar: CompiledGrammar) -> asyncio.Future[None]:
-        """Have all ranks compile the grammar's text beside their steps. They keep it as long as `grammar` is kept here.
+        """Have all ranks compile the grammar's text while steps run. They keep it as long as `grammar` exists here.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -255,7 +256,7 @@ class RankExecutor:
         return future
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Have all ranks read an adapter beside their steps. Where one cannot, none keeps it.
+        """Have all ranks read an adapter while steps run. If one cannot, none keeps it.
 
         Raises EngineClosed unless started and not closed.
         """
@@ -268,12 +269,12 @@ class RankExecutor:
         return future
 
     def drop_adapter(self, number: int) -> None:
-        """Have all ranks forget an adapter. Those that do not run any more have none."""
+        """Have all ranks forget an adapter. Ranks that no longer run have none."""
         if self._state == "running" and self._error is None:
             self._send_all(encode(DropAdapter(number)))
 
     def _adapter_taken(self, number: int, digest: str, failure: Failure | None) -> None:
-        """Count a rank that has read an adapter, or has failed to. The last one settles the future of the call."""
+        """Count a rank that has read an adapter or failed to. The last one settles the future of the call."""
         taken = self._adapters[number]
         taken.results.add(digest)
         if not taken.answered(failure):
@@ -288,7 +289,7 @@ class RankExecutor:
             set_result(taken.future, digest)
 
     def _work(self) -> Work | None:
-        """Return what the ranks have to do."""
+        """Return the kind of work that the ranks have, if any."""
         if self._state == "starting":
             return "start"
         if self._state != "running" or self._error is not None:
@@ -296,7 +297,7 @@ class RankExecutor:
         return "steps" if any(self._unanswered) or self._command or self._adapters or self._grammars else None
 
     def _end_hung(self, rank: int, seconds: float) -> None:
-        """End all ranks, as one has said nothing for so long."""
+        """End all ranks, because one has been silent for this long."""
         starting = self._state == "starting"
         hung = (
             f"rank {rank} (process {self._processes[rank].pid}) {'is to load the model' if starting else 'has work'} "
@@ -308,7 +309,7 @@ class RankExecutor:
             self._die(RemoteError(hung))
 
     def _grammar_taken(self, number: int, failure: Failure | None) -> None:
-        """Count a rank that has compiled a grammar, or has failed to. The last one settles the future of the call."""
+        """Count a rank that has compiled a grammar or failed to. The last one settles the future of the call."""
         taken = self._grammars[number]
         if not taken.answered(failure):
             return
@@ -346,7 +347,7 @@ class RankExecutor:
             channel.send(message, descriptors)
 
     def _new_future(self) -> asyncio.Future[Any]:
-        """Return the future of a call. If the ranks are dead, it has raised EngineDead already. Raises EngineClosed."""
+        """Return the future of a call. If the ranks are dead, it already has EngineDead. Raises EngineClosed."""
         future: asyncio.Future[Any] = self._running().create_future()
         if self._error is not None:
             set_seen_exception(future, dead(self._error))
@@ -358,7 +359,7 @@ class RankExecutor:
         return self._loop
 
     def _take(self, rank: int, data: memoryview) -> None:
-        """Take in a message of a rank."""
+        """Handle a message from a rank."""
         if self._error is not None:
             return
         self._heartbeat.heard(rank)
@@ -380,7 +381,7 @@ class RankExecutor:
                 self._carried_out(failure)
 
     def _step_done(self, rank: int, step: _Step, output: StepOutput | None, failure: Failure | None) -> None:
-        """Take in how a step ended for a rank: as for all others, or the ranks do not agree any more."""
+        """Record how a step ended for a rank: in the same way as for all others, or the ranks disagree."""
         step.waits_for -= 1
         error = None if failure is None else failure.error()
         if error is not None and not isinstance(error, (StepFailed, StepDropped)):
@@ -402,7 +403,7 @@ class RankExecutor:
             self._on_step()
 
     def _check_agreement(self, step: _Step, error: Exception) -> None:
-        """End all ranks if one has failed in a step that others do not come out of: they wait for it."""
+        """End all ranks if one has failed in a step that others do not finish, because they wait for it."""
         if step.waits_for and self._error is None and self._state == "running":
             alone = RemoteError(f"A rank failed in a step that others do not come out of: {error.__cause__!r}.")
             alone.__cause__ = error
@@ -427,13 +428,13 @@ class RankExecutor:
             self._die(error)
 
     def _check_command(self, command: _Call[None]) -> None:
-        """End all ranks if one has refused a command that others do not come out of: they wait for it."""
+        """End all ranks if one has refused a command that others do not finish, because they wait for it."""
         if self._command is command and self._error is None and self._state == "running":
             error = command.cause()
             self._die(error if not isinstance(error, AsyncLLMError) else dead(error))
 
     def _start_error(self, rank: int, error: Exception) -> AsyncLLMError:
-        """Return why a rank could not load the model. Which one it is matters for memory, and not for a checkpoint."""
+        """Return why a rank could not load the model. Name the rank for memory errors, not for checkpoint errors."""
         if isinstance(error, AsyncLLMError):
             if self.num_ranks == 1 or type(error) is not ModelError:
                 return error
@@ -445,7 +446,7 @@ class RankExecutor:
         return failure
 
     def _process_ended(self, process: RankProcess) -> None:
-        """End the start, or all ranks, as a rank's process is gone; nothing if they are being closed."""
+        """End the start, or all ranks, because a rank's process is gone; do nothing if they are being closed."""
         if self._state == "closed" or self._error is not None:
             return
         if self._state == "starting":
@@ -471,7 +472,7 @@ class RankExecutor:
     def _open_futures(self) -> list[asyncio.Future[StepOutput] | asyncio.Future[None]]:
         """Return the futures that wait, oldest first."""
         futures: dict[asyncio.Future[StepOutput] | asyncio.Future[None], None] = {}
-        # Ranks answer in order: the one that has answered the fewest steps has all that are open.
+        # Ranks answer in order, so the one that has answered the fewest steps has all open ones.
         for step in max(self._unanswered, key=len, default=()):
             if not step.future.done():
                 futures[step.future] = None
@@ -508,7 +509,7 @@ class RankExecutor:
                 process.kill_and_wait()
 
     async def close(self) -> None:
-        """End the ranks' processes. Any number of times; from another event loop once this one's is closed."""
+        """End the ranks' processes. Idempotent; may be called from another event loop once this one is closed."""
         if self._state in ("new", "closed"):
             self._state = "closed"
             return
@@ -534,14 +535,14 @@ class RankExecutor:
             await asyncio.shield(self._wait_ended())
 
     def _leave_behind(self) -> None:
-        """End the processes of an event loop that does not run any more."""
+        """End the processes of an event loop that no longer runs."""
         for process in self._processes:
             process.end.close()
             process.kill_and_wait()
 
 
 class _Step:
-    """A step that some rank has not answered."""
+    """A step that at least one rank has not answered."""
 
     __slots__ = ("answered", "error", "future", "waits_for")
 
@@ -554,7 +555,7 @@ class _Step:
 
 
 class _Call(Generic[_Result]):
-    """A command, an adapter or a grammar, which some rank has not answered."""
+    """A command, an adapter or a grammar that at least one rank has not answered."""
 
     def __init__(self, future: asyncio.Future[_Result], num_ranks: int) -> None:
         self.future = future
@@ -564,14 +565,14 @@ class _Call(Generic[_Result]):
         """What the ranks give that have something to give: all the same."""
 
     def answered(self, failure: Failure | None) -> bool:
-        """Take in how the call ended for a rank. Return whether that was the last one."""
+        """Record how the call ended for a rank. Return whether that was the last one."""
         self.waits_for -= 1
         if failure is not None:
             self.failures.append(failure.error())
         return not self.waits_for
 
     def cause(self) -> Exception:
-        """Return the failure that others may have followed."""
+        """Return the failure from which the others may have followed."""
         return next((error for error in self.failures if not isinstance(error, OtherRankRefused)), self.failures[0])
 
 

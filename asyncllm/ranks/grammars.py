@@ -1,8 +1,8 @@
-"""Grammars in a rank's process, made again from their texts. All ranks come to the same ones, and so to the same masks.
+"""Grammars in a rank's process, compiled again from their texts. All ranks get the same grammars, and thus the same
+masks.
 
-The engine's process has compiled and tried a grammar before its text is sent. The text comes ahead of the request that
-asked for it, and is compiled in a thread, so that no step waits; the engine's process says when it is not needed any
-more.
+The engine's process has compiled and tried a grammar before its text is sent. The text arrives before the request that
+needs it, and is compiled in a thread, so that no step waits; the engine's process says when it is no longer needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["RankGrammars"]
 
 
 class RankGrammars:
-    """What the answers of one rank's rows are held to. Written by its event loop's thread."""
+    """The grammars of one rank's rows. Written by its event loop's thread."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._kept: dict[int, CompiledGrammar | None] = {}
-        """Number -> grammar, which requests of equal texts share. None: it is being compiled."""
+        """Number -> grammar, shared by requests with equal texts. None: it is being compiled."""
 
     def open(self, model_path: Path, vocab_size: int, ends: tuple[int, ...]) -> asyncio.Future[None]:
         """Read the tokenizer of the checkpoint, in a thread. `ends`: tokens that end an answer."""
@@ -51,12 +51,12 @@ class RankGrammars:
         return asyncio.get_running_loop().create_task(taken(), name="asyncllm-grammar")
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Let go of grammars that no later row is held to."""
+        """Drop grammars that no later row uses."""
         for number in numbers:
             self._kept.pop(number, None)
 
     def make(self, number: int | None, start: GrammarStart) -> AnswerGrammar:
-        """Return what an answer is held to: a grammar that was taken, or none, and where it begins."""
+        """Return the constraint of an answer: a grammar that was taken, or none, and where it begins."""
         compiled = None if number is None else self._kept[number]
         assert number is None or compiled is not None, "no row comes before its grammar is taken"
         return AnswerGrammar(compiled, start)

@@ -1,4 +1,4 @@
-"""Heartbeat: asks ranks that have work, at intervals, whether they still run, and notices one that hangs."""
+"""Heartbeat: asks ranks that have work, at intervals, whether they are alive, and notices one that hangs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["Heartbeat", "Work"]
 LISTEN_S = 5.0
 """Seconds between two questions."""
 MOST_SILENT = 6
-"""Such intervals after which a rank that has said nothing is taken for hung. Intervals are counted, and not seconds, as
-this process may have been stopped itself."""
+"""Number of silent intervals after which a rank counts as hung. Intervals are counted rather than seconds, because this
+process may have been stopped itself."""
 MOST_SILENT_AT_START = 24
-"""The same while ranks load the model: a library that is read from a slow disk holds up its whole process."""
+"""The same while ranks load the model: reading a library from a slow disk blocks the whole process."""
 
 Work = Literal["start", "steps"]
-"""What ranks are to do: load the model, or steps and commands."""
+"""What ranks are doing: loading the model, or steps and commands."""
 
 
 class Heartbeat:
-    """Has a timer while ranks have work. Written by its event loop's thread."""
+    """Runs a timer while ranks have work. Written by its event loop's thread."""
 
     def __init__(
         self,
@@ -31,25 +31,25 @@ class Heartbeat:
         ask: Callable[[], None],
         on_silence: Callable[[int, float], None],
     ) -> None:
-        """`work`: what the ranks have to do now. `ask` asks all of them whether they are there. `on_silence` is called
-        with the rank that is taken for hung, and the seconds of its silence; nothing is asked after that."""
+        """`work`: the ranks' current work. `ask` asks all of them whether they are alive. `on_silence` is called with
+        the rank that counts as hung, and the seconds of its silence; after that nothing more is asked."""
         self._work, self._ask, self._on_silence = work, ask, on_silence
         self._silent = [0] * num_ranks
-        """By rank: for how many intervals it has said nothing."""
+        """By rank, the number of intervals in which it has been silent."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Begin to ask, until there is no work. To be called whenever there is some."""
+        """Begin to ask, until there is no work. Call this whenever there is some."""
         if self._timer is None:
             self._silent = [0] * len(self._silent)
             self._timer = asyncio.get_running_loop().call_later(LISTEN_S, self._beat)
 
     def heard(self, rank: int) -> None:
-        """Note that a rank has said something."""
+        """Note that a rank has sent something."""
         self._silent[rank] = 0
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,7 @@
-"""What the engine's process and a rank say to each other, as msgpack.
+"""The messages between the engine's process and a rank, as msgpack.
 
-A step's `Batch` and `StepOutput` travel as they are. Ahead of it go grammars, as the texts that they were made of, and
-the pixels of images. Tensors among the results travel as their bytes; new weights lie in memory that both processes map
+A step's `Batch` and `StepOutput` are sent unchanged. Grammars, as source texts, and pixels of images are sent ahead of
+the step. Tensors among the results are sent as bytes; new weights are in memory that both processes map
 (`ranks.shared_tensors`).
 """
 
@@ -62,13 +62,13 @@ __all__ = [
 _TENSOR = 1
 """Extension type of msgpack: a float32 tensor on the host, as its shape and its bytes."""
 _GRAMMAR = 2
-"""The one of what an answer is held to: the grammar's number, and where in an answer it begins."""
+"""msgpack extension type for the constraint of an answer: the grammar's number, and where in the answer it begins."""
 
 Told = tuple[int | None, GrammarStart]
 
 
 class RemoteError(RuntimeError):
-    """What a rank raised that is no error of asyncllm's own: its type and message, with the rank's traceback as a
+    """An error of a rank that is not one of asyncllm's own: its type and message, with the rank's traceback as a
     note."""
 
 
@@ -80,11 +80,11 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     rank: int = 0
     num_ranks: int = 1
     meeting_file: str = ""
-    """Where several ranks find each other."""
+    """Where several ranks meet."""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True):
-    """Run a step after those before it."""
+    """Run a step, after the earlier ones."""
 
     batch: Batch
 
@@ -96,7 +96,7 @@ class CarryOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakeAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Read an adapter, beside the steps."""
+    """Read an adapter, while steps run."""
 
     adapter: LoadAdapter
 
@@ -108,33 +108,33 @@ class DropAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class AreYouThere(msgspec.Struct, tag=True, frozen=True):
-    """Say so at once, whatever is computed."""
+    """Answer at once, whatever is being computed."""
 
 
 class TakeGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Compile a grammar, beside the steps."""
+    """Compile a grammar, while steps run."""
 
     grammar: GrammarText
 
 
 class ForgetGrammars(msgspec.Struct, tag=True, frozen=True):
-    """Forget grammars that no row is held to any more."""
+    """Forget grammars that no row uses any more."""
 
     numbers: list[int]
 
 
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
-    """Take new weights. The file descriptor of their memory comes along."""
+    """Take new weights. The file descriptor of their memory comes with the message."""
 
     tensors: list[tuple[str, str, list[int]]]
-    """Name, dtype and shape of each, in order."""
+    """Name, dtype and shape of each tensor, in order."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An exception on its way to another process."""
+    """An exception sent to another process."""
 
     kind: str
-    """Its class; StepFailed and StepDropped, and what of asyncllm.errors stands for itself."""
+    """Its class; StepFailed, StepDropped and the errors of asyncllm.errors are restored as themselves."""
     message: str
     param: str | None = None
     traceback: str = ""
@@ -154,7 +154,7 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
     def error(self) -> Exception:
-        """Return an exception that says the same here."""
+        """Return the equivalent exception in this process."""
         made = self._made()
         if self.cause is not None:
             made.__cause__ = self.cause.error()
@@ -171,20 +171,20 @@ class Failure(msgspec.Struct, frozen=True):
         if issubclass(own, InvalidParameter | UnsupportedFeature):
             return own(self.message, self.param)
         error = own.__new__(own)
-        # Its own constructor may take what the message was made of.
+        # Its own constructor may take other arguments than the message.
         error.args = (self.message,)
         return error
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The model is loaded, or could not be."""
+    """The model is loaded, or failed to load."""
 
     limits: Limits | None
     failure: Failure | None = None
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """A step is over. One rank sends what it gave; the others say that they have come as far."""
+    """A step is done. One rank sends the results; the others report that they have finished it."""
 
     step: int
     output: StepOutput | None = None
@@ -192,13 +192,13 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class CarriedOut(msgspec.Struct, tag=True, frozen=True):
-    """A command is carried out, or was refused, or failed."""
+    """A command was carried out, refused, or failed."""
 
     failure: Failure | None = None
 
 
 class GrammarTaken(msgspec.Struct, tag=True, frozen=True):
-    """A grammar is compiled, or could not be."""
+    """A grammar is compiled, or failed to compile."""
 
     number: int
     failure: Failure | None = None
@@ -217,7 +217,7 @@ class StillHere(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakePixels(msgspec.Struct, tag=True, frozen=True):
-    """Take what a tower is shown of an image, for the next step."""
+    """Take the pixels of an image, the tower's input, for the next step."""
 
     shape: list[int]
     values: bytearray
@@ -240,7 +240,7 @@ FromRank = Ready | StepDone | CarriedOut | AdapterTaken | GrammarTaken | StillHe
 
 
 def _pack(value: Any) -> Any:
-    """Return what msgpack takes for a result's value that it does not know."""
+    """Return the msgpack form of a result value that msgpack does not know."""
     if isinstance(value, AnswerGrammar):
         return msgspec.msgpack.Ext(_GRAMMAR, msgspec.msgpack.encode(value.told()))
     torch = sys.modules.get("torch")
@@ -254,7 +254,7 @@ def _pack(value: Any) -> Any:
 
 
 def _unpack(code: int, data: memoryview) -> Any:
-    """Return the tensor that `_pack` has packed."""
+    """Return the tensor encoded by `_pack`."""
     import numpy as np
     import torch
 
@@ -269,9 +269,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_unpack)
 _told = msgspec.msgpack.Decoder(Told)
 _NO_BYTES = b"\xc4\x00"
-"""How msgpack writes no bytes, and"""
+"""msgpack's encoding of empty bytes."""
 _BYTES = b"\xc6"
-"""begins many, before their number."""
+"""The beginning of its encoding of many bytes, before their number."""
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -280,20 +280,20 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def encode_pixels(pixels: NDArray[np.float32]) -> tuple[bytes, memoryview]:
-    """Return the bytes of a `TakePixels` in two pieces, of which the second is the array's own memory."""
+    """Return the bytes of a `TakePixels` in two pieces; the second is the array's own memory."""
     head = _encoder.encode(TakePixels(list(pixels.shape), bytearray())).removesuffix(_NO_BYTES)
     values = np.ascontiguousarray(pixels, np.float32).data.cast("B")
     return head + _BYTES + len(values).to_bytes(4, "big"), values
 
 
 def decode_from_rank(data: bytes | memoryview) -> FromRank:
-    """Return the message of a rank."""
+    """Return the message from a rank."""
     message: FromRank = _from_rank.decode(data)
     return message
 
 
 def decoder_to_rank(grammar: Callable[[int | None, GrammarStart], Any]) -> Callable[[memoryview], ToRank]:
-    """Return what decodes messages to a rank; `grammar` makes again what an answer is held to."""
+    """Return a decoder of messages to a rank; `grammar` restores the constraint of an answer."""
 
     def unpack(code: int, data: memoryview) -> Any:
         if code != _GRAMMAR:

@@ -1,8 +1,8 @@
 """RankProcess: the child process of one rank, from its start to its end.
 
-It is a new interpreter with the parent's import path: it does not import `__main__` again, and is given one end of a
-socket pair. Its death is seen by a pidfd, at once. It outlives its parent by no more than a few milliseconds, as it
-watches the parent in the same way.
+It is a new interpreter with the parent's import path: it does not import `__main__` again, and gets one end of a socket
+pair. A pidfd reports its death at once. It watches its parent in the same way, and outlives it by no more than a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _DEFAULTS = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""What a rank's environment has unless this process's says otherwise: no multicast over NVLink, which containers are
-often not allowed, where NCCL then fails at its start, and which two ranks gain nothing by. And that two GPUs are two
-although both ranks, which see one each, count theirs as the first."""
+"""Environment of a rank, unless this process's environment says otherwise. NVLink multicast is off: containers often
+forbid it, NCCL then fails at its start, and two ranks gain nothing from it. Overlapping devices are allowed, because
+each rank sees a single GPU, which all of them number 0."""
 
 
 class RankProcess:
     """A started child. `end` is the parent's end of the pair, which a `Channel` takes over."""
 
     def __init__(self, rank: int, *, num_ranks: int = 1, meeting: int | None = None) -> None:
-        """Start it. Of several ranks each sees a GPU of its own, and gets the file descriptor `meeting`.
+        """Start the process. With several ranks, each sees one GPU, and gets the file descriptor `meeting`.
 
-        Takes some milliseconds; raises OSError when the system has no room for another process.
+        Takes some milliseconds. Raises OSError if the system cannot start another process.
         """
         self.rank = rank
         self.end, theirs = socket.socketpair()
@@ -49,7 +49,7 @@ class RankProcess:
                     pass_fds=[descriptor] if meeting is None else [descriptor, meeting],
                     stdin=subprocess.DEVNULL,
                     env=rank_environment(rank) if num_ranks > 1 else None,
-                    process_group=0,  # Ctrl-C is for the parent
+                    process_group=0,  # Ctrl-C is for the parent.
                 )
             try:
                 self._pidfd = os.pidfd_open(self._process.pid)
@@ -78,12 +78,12 @@ class RankProcess:
         on_end(self)
 
     def kill(self) -> None:
-        """End the process by SIGKILL, whatever it does."""
+        """End the process by SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
     def kill_and_wait(self) -> None:
-        """End the process where no event loop watches it any more; blocks until it is gone."""
+        """End the process when no event loop watches it any more; blocks until it is gone."""
         if not self.ended.is_set():
             self.kill()
             self._close()
@@ -101,7 +101,7 @@ class RankProcess:
 
 
 def rank_environment(rank: int) -> dict[str, str]:
-    """Return the environment of a rank: of the GPUs that this process may use, the one of the rank's number."""
+    """Return the environment of a rank, with the GPU of its number among those that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = None if visible is None else [device for device in visible.split(",") if device]
     own = str(rank) if devices is None else devices[rank] if rank < len(devices) else ""

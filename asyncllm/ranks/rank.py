@@ -1,4 +1,5 @@
-"""The program of a rank's process: it runs steps by the same executor as an engine without ranks, for messages."""
+"""The program of a rank's process: receives messages, and runs steps on the same executor as an engine without
+ranks."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ __all__ = ["Rank", "main"]
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the engine at the other end of the socket `descriptor` until that is closed. `parent`: the process that
-    this one must not outlive."""
-    # What is printed belongs to the log, not to the parent's output.
+    """Serve the engine at the other end of the socket `descriptor` until it is closed. `parent`: the process that this
+    one must not outlive."""
+    # Printed text belongs in the log, not in the parent's output.
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True, name="asyncllm-parent").start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -58,7 +59,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process at once when its parent is gone, whatever it does: its engine is."""
+    """End this process at once when its parent, and with it the engine, is gone."""
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -77,9 +78,9 @@ class Rank:
         self._channel: Channel | None = None
         self._executor: Executor | None = None
         self._started: asyncio.Future[Start | None] | None = None
-        """The first message, or None when there comes none."""
+        """The first message; None if there is none."""
         self._pixels: list[TakePixels] = []
-        """Of the images of the next step, as far as they are new."""
+        """New images for the next step."""
         self._latest = LatestPixels()
         self._over = asyncio.Event()
         self._grammars = RankGrammars()
@@ -88,7 +89,7 @@ class Rank:
         self._vocab_size = 0
 
     async def run(self) -> None:
-        """Load the model that the first message names, then run what the others say until the channel ends."""
+        """Load the model that the first message names, then handle messages until the channel ends."""
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         self._channel = Channel(self._end, self._take, self._end_of_channel)
@@ -119,7 +120,7 @@ class Rank:
         self._over.set()
 
     def _take(self, data: memoryview) -> None:
-        """Carry out one message of the engine's process. Answers follow when they are known."""
+        """Handle one message of the engine's process. Answers follow when they are known."""
         match self._decode(data):
             case Start() as start:
                 assert self._started is not None
@@ -162,7 +163,7 @@ class Rank:
         work: Callable[[], asyncio.Future[Any]],
         answer: Callable[[Any, Failure | None], FromRank],
     ) -> None:
-        """Send what `answer` makes of the work's result or failure, when it is over."""
+        """When the work is done, send the message that `answer` makes of its result or failure."""
 
         def send(future: asyncio.Future[Any]) -> None:
             error = future.exception()

@@ -10,14 +10,15 @@ from typing import Any
 __all__ = ["map_tensors", "share_tensors"]
 
 _ALIGNMENT = 64
-"""Bytes at whose multiples a tensor begins."""
+"""Tensors begin at multiples of this many bytes."""
 
 
 def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[tuple[str, str, list[int]]]]:
-    """Copy tensors, on whatever device, into new memory -> its file descriptor, and each one's name, dtype and shape.
+    """Copy tensors from any device into new memory. Return its file descriptor, and each tensor's name, dtype and
+    shape.
 
-    The caller closes the descriptor; the memory is free when no process has it open or mapped. Raises OSError when
-    there is not enough.
+    The caller closes the descriptor; the memory is freed when no process has it open or mapped. Raises OSError if there
+    is not enough memory.
     """
     import torch
 
@@ -40,11 +41,11 @@ def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[tuple[str, str,
 
 
 def map_tensors(descriptor: int, described: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
-    """Return the tensors that lie in the memory of `descriptor`, which may be closed. They share it."""
+    """Return the tensors in the memory of `descriptor`, which they share. The descriptor may be closed afterwards."""
     import torch
 
     size = os.fstat(descriptor).st_size
-    # An empty file cannot be mapped, and a private mapping is writable, which torch asks for.
+    # An empty file cannot be mapped; a private mapping is writable, as torch requires.
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) if size else bytearray(0)
     tensors, place = {}, 0
     for name, dtype_name, shape in described:

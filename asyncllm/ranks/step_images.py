@@ -1,7 +1,7 @@
-"""Images of a step on its way to ranks: their pixels go ahead of it, only those that its chunks reach into, and only
-where the ranks do not have them from an earlier step.
+"""Images of a step sent to ranks. Their pixels are sent ahead of it, only for images that its chunks reach into, and
+only if the ranks do not have them from an earlier step.
 
-Other images of a prompt are there for the positions behind them alone.
+Other images of a prompt are sent without pixels, for the positions after them.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from asyncllm.ranks.messages import TakePixels
 __all__ = ["LatestPixels", "with_pixels", "without_pixels"]
 
 MAX_BYTES = 2**27
-"""Four images of 13 tiles of 448 x 448 pixels, and a hundred of one."""
+"""Enough for four images of 13 tiles of 448 x 448 pixels, and a hundred of one."""
 
 _KEPT = -1
-"""In the place of the number of pixels: the ranks have them."""
+"""Replaces the number of pixels: the ranks have them already."""
 
 
 class LatestPixels:
-    """The images that were sent last. The engine's process and each rank have one, and look the same images up in the
-    same order, so that what the former has, the latter have."""
+    """The images sent most recently. The engine's process and each rank have one, and look up the same images in the
+    same order, so their contents agree."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
-        """By digest, the latest last: pixels, and their bytes. The engine's process needs no pixels."""
+        """By digest, most recent last: pixels and their bytes. The engine's process needs no pixels."""
         self._num_bytes = 0
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept
 
     def look_up(self, digest: bytes) -> Any:
-        """Return the pixels of an image that is here."""
+        """Return the pixels of a stored image."""
         self._kept.move_to_end(digest)
         return self._kept[digest][0]
 
     def add(self, digest: bytes, pixels: Any, num_bytes: int) -> None:
-        """Take in an image that is not here."""
+        """Store a new image."""
         self._kept[digest] = pixels, num_bytes
         self._num_bytes += num_bytes
 
     def trim(self) -> None:
-        """Forget the oldest ones, at the end of each step, while there are too many bytes."""
+        """Forget the oldest images at the end of each step, while there are too many bytes."""
         while self._num_bytes > self._max_bytes:
             _, (_, num_bytes) = self._kept.popitem(last=False)
             self._num_bytes -= num_bytes
 
 
 def without_pixels(batch: Batch, latest: LatestPixels) -> tuple[Batch, list[Any]]:
-    """Return a step whose images have a number in place of their pixels, and those that go ahead of it by number."""
+    """Return a step whose images have a number instead of their pixels, and the pixels to send ahead, by number."""
     if not any(row.images for row in batch.prefill):
         return batch, []
     numbers: dict[bytes, int] = {}
@@ -83,7 +83,7 @@ def without_pixels(batch: Batch, latest: LatestPixels) -> tuple[Batch, list[Any]
 
 
 def with_pixels(batch: Batch, taken: Sequence[TakePixels], latest: LatestPixels) -> Batch:
-    """Return a step of `without_pixels` with the pixels that have arrived ahead of it or earlier."""
+    """Return a step of `without_pixels` with the pixels that arrived ahead of it or earlier."""
     if not any(row.images for row in batch.prefill):
         return batch
 

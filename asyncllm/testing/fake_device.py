@@ -1,4 +1,5 @@
-"""FakeDevice: runs steps on a paged store of token ids, and refuses what a real device would get wrong in silence."""
+"""FakeDevice: runs steps on a paged store of token ids, and refuses steps that a real device would silently get
+wrong."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ Oracle = Callable[[list[int], SlotStart], int]
 
 
 class StepViolation(AssertionError):
-    """A step that would corrupt the KV cache of a real device; the message names the step, slot and block."""
+    """A step that would corrupt the KV cache of a real device. The message names the step, slot and block."""
 
 
 def hash_oracle(vocab_size: int) -> Oracle:
-    """Return the hash of the row's whole history as the next token, and of its adapter, and its seed unless it is
+    """Return an oracle whose next token is a hash of the row's whole history, its adapter, and its seed unless it is
     greedy."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
@@ -56,7 +57,7 @@ def hash_hidden(tokens: Sequence[int], hidden_size: int, first: int = 0) -> list
 
 
 def script_oracle(answer: Callable[[list[int]], Sequence[int]], eos_token_id: int) -> Oracle:
-    """Say `answer(prompt ids)` token by token, then `eos_token_id` for ever."""
+    """Return an oracle that gives `answer(prompt ids)` token by token, then `eos_token_id` forever."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
         script = answer(history[: start.num_prompt])
@@ -67,7 +68,7 @@ def script_oracle(answer: Callable[[list[int]], Sequence[int]], eos_token_id: in
 
 
 _Past = tuple[int, Any]
-"""A token and the past of the one before it: all that a layer's keys and values of the token may depend on."""
+"""A token and the past of the previous one: everything that a layer's keys and values of the token may depend on."""
 
 
 def _same(one: _Past | None, other: _Past | None) -> bool:
@@ -80,7 +81,7 @@ def _same(one: _Past | None, other: _Past | None) -> bool:
 
 
 class _Cells:
-    """The places of a block: for each the token and its past, and the serial number of the write that put it there."""
+    """The places of a block: for each the token and its past, and the serial number of the write that stored it."""
 
     __slots__ = ("pasts", "serials", "state")
 
@@ -88,7 +89,7 @@ class _Cells:
         self.pasts: list[_Past | None] = [None] * size
         self.serials = [0] * size
         self.state: _Past | None = None
-        """The token written last, whatever its place."""
+        """The token written last, at any place."""
 
     def copy(self) -> _Cells:
         cells = _Cells(0)
@@ -102,22 +103,22 @@ class _Slot:
     def __init__(self, start: SlotStart, num_groups: int) -> None:
         self.start = start
         self.tables: list[list[int | None]] = [[] for _ in range(num_groups)]
-        """By block group; None: the block of a position that no window reaches, or that another position has now."""
+        """By block group; None: the block of a position that no window reaches, or that another position uses now."""
         self.root: _Past | None = (-start.adapter, None) if start.adapter else None
         """The past of its first token: keys and values depend on the adapter."""
         self.history: list[int] = []
-        """The tokens at positions 0.., as this slot first saw or wrote them."""
+        """The tokens at positions 0 and up, as this slot first saw or wrote them."""
         self.past: _Past | None = self.root
-        """Of the last of them."""
+        """The past of the last of them."""
         self.serials: list[list[int]] = [[] for _ in range(num_groups)]
-        """By block group, which write put each of them there."""
+        """By block group, the write that stored each of them."""
         self.last_token: int | None = None
         self.num_told = start.num_tokens
-        """Tokens that its sampling knows of."""
+        """Number of tokens known to its sampling state."""
 
 
 class _ComputedStep:
-    """A step that is over."""
+    """A completed step."""
 
     launched = True
 
@@ -132,14 +133,14 @@ class _ComputedStep:
 
 
 class FakeDevice:
-    """Executes batches one after the other, as the state tables and KV pool of a real device would.
+    """Executes batches one after the other, like the state tables and KV pool of a real device.
 
-    The store keeps a token id with all before it per (block, offset), with the serial number of the write that put it
-    there. A row reads its block tables as attention does, in each block group no further back than its window. What it
-    finds there that is not its own raises StepViolation, as do uncovered positions, reads of cells never written, and
-    ambiguous copies. If blocks keep a state, a token is computed from what the block of the token before it has, which
-    must be the state after the row's own tokens. Blocks of the host keep their cells as well, so that a block's content
-    is followed down and up again.
+    For each (block, offset) the store keeps a token id with everything before it, and the serial number of the write
+    that stored it. A row reads its block tables as attention does, in each block group no further back than its window.
+    It raises StepViolation if it finds anything there that is not its own; so do uncovered positions, reads of cells
+    never written, and ambiguous copies. If blocks keep a state, a token is computed from the state in the block of the
+    previous token, which must be the state after the row's own tokens. Host blocks keep their cells as well, so a
+    block's content is tracked to the host and back.
     """
 
     def __init__(
@@ -162,13 +163,13 @@ class FakeDevice:
         row_failure: Callable[[list[int]], str | None] | None = None,
         forces: Callable[[list[int]], int] | None = None,
     ) -> None:
-        """`row_failure(history)` gives the error of a row that shall fail inside the step, else None. `forces(history)`
-        says how many tokens are forced behind these: they are those that the oracle says, up to a row that fails.
+        """`row_failure(history)` returns the error of a row that has to fail inside the step, else None.
+        `forces(history)` returns how many tokens are forced after these; they are the oracle's, up to a row that fails.
         `windows`, of two positions or more, and `keeps_state`: see `Limits`."""
         if any(window is not None and window < 2 for window in windows):
             raise ValueError(f"a window shows at least the token before, not {windows}")
         self.runs_ahead = self.blocked = False
-        """As an agent that computes a step when it launches it."""
+        """Like an agent that computes a step when it launches it."""
         self.limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -195,7 +196,7 @@ class FakeDevice:
         self.num_tokens = 0
         self._cells = [_Cells(block_size) for _ in range(num_blocks)]
         self._host_cells: list[_Cells | None] = [None] * num_host_blocks
-        """Of each host block that was copied to."""
+        """Cells of each host block that was copied to."""
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
         self.adapters: set[int] = set()
@@ -204,11 +205,11 @@ class FakeDevice:
         self._last_step = -1
         self.awake = True
         self.weights: dict[str, Any] = {}
-        """Every weight that `UpdateWeights` has brought, by name; an `oracle` may read it."""
+        """Every weight that `UpdateWeights` has set, by name; an `oracle` may read them."""
 
     def carry_out(self, command: Command) -> None:
-        """Treat what was written so far as if it never was, so that a step which reads it is a violation; except for
-        Wake, before which no step may run."""
+        """Treat everything written so far as if it had never been written, so that a step which reads it is a
+        violation; except for Wake, before which no step may run."""
         match command:
             case UpdateWeights(weights):
                 self.weights |= weights
@@ -222,7 +223,7 @@ class FakeDevice:
         self._slots.clear()
 
     def load_adapter(self, adapter: LoadAdapter) -> str:
-        """Take an adapter for loaded. Raises AssertionError for more than there is room for."""
+        """Record an adapter as loaded. Raises AssertionError for more adapters than host memory holds."""
         self.adapters.add(adapter.number)
         assert len(self.adapters) <= self.limits.num_host_adapters, "more adapters than host memory has room for"
         return adapter.digest or f"digest of {adapter.path}"
@@ -232,14 +233,14 @@ class FakeDevice:
         self.adapters.remove(number)
 
     def launch(self, batch: Batch) -> _ComputedStep:
-        """Run one step, as `step` does."""
+        """Run one step, like `step`."""
         return _ComputedStep(self.step(batch))
 
     def resume(self) -> None:
-        """Return None: nothing waits to be resumed."""
+        """Return None: no step ever waits to be resumed."""
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether a step that raised this harms its own rows alone."""
+        """Return whether an error of a step harms only its own rows."""
         return isinstance(error, Exception) and not isinstance(error, StepViolation)
 
     def step(self, batch: Batch) -> StepOutput:
@@ -255,7 +256,7 @@ class FakeDevice:
             self._set_blocks(batch.step, slot, group, index, ids)
         self._swap(batch)
         self._copy(batch)
-        self._serial += 1  # one serial per step: two rows that write one cell in a step are seen by the position check
+        self._serial += 1  # One serial per step: the position check catches two rows that write one cell in a step.
         written: set[tuple[int, int]] = set()
         for row in batch.prefill:
             self._begin(batch.step, row)
@@ -281,7 +282,7 @@ class FakeDevice:
         return output
 
     def _put_adapter(self, step: int, start: SlotStart) -> None:
-        """Put a sequence's adapter where it belongs from now on."""
+        """Record where a sequence's adapter is from now on."""
         if (start.adapter > 0) != (start.adapter_slot >= 0):
             raise self._violation(step, start.slot, "has an adapter or a slot for one, and not both")
         if not start.adapter:
@@ -294,7 +295,7 @@ class FakeDevice:
         if batch.step <= self._last_step:
             raise StepViolation(f"step {batch.step} came after step {self._last_step}")
         self._last_step = batch.step
-        # A step without rows may give blocks to one that has to wait for more.
+        # A step without rows may give blocks to a row that has to wait for more.
         if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or batch.copies or batch.swaps):
             raise StepViolation(f"step {batch.step} has nothing to do")
         for what, slots in (
@@ -320,7 +321,7 @@ class FakeDevice:
                 raise self._violation(step, slot, f"gets block {block}, which does not exist")
         for other, own in zip(self.limits.windows, state.tables, strict=True):
             if other is not None:
-                # What it had at an earlier position, out of reach now, it may have again.
+                # A block that it had at an earlier position, now out of reach, may be used again.
                 own[:] = [None if block in ids else block for block in own]
         table[index : index + len(ids)] = ids
         held = [block for own in state.tables for block in own if block is not None]
@@ -328,7 +329,8 @@ class FakeDevice:
             raise self._violation(step, slot, f"has a block twice in its tables: {state.tables}")
 
     def _swap(self, batch: Batch) -> None:
-        """Copy blocks down, then up, with the serials of their cells: a block's content is the same in both places."""
+        """Copy blocks to the host, then back, with the serials of their cells: a block's content is the same in both
+        places."""
         step, swaps = batch.step, batch.swaps
         for pairs, from_size, to_size in (
             (swaps.swap_out, self.limits.num_blocks, self.limits.num_host_blocks),
@@ -366,7 +368,7 @@ class FakeDevice:
                         self._resee(state, group, table.index(destination), cells)
 
     def _resee(self, state: _Slot, group: int, index: int, cells: _Cells) -> None:
-        """Take over the serials of a block that a copy put in the place of a shared one."""
+        """Take over the serials of a block that a copy has put in the place of a shared one."""
         first = index * self.limits.block_size
         for offset in range(min(self.limits.block_size, max(0, len(state.history) - first))):
             past = cells.pasts[offset]
@@ -374,7 +376,7 @@ class FakeDevice:
                 state.serials[group][first + offset] = cells.serials[offset]
 
     def _begin(self, step: int, row: PrefillRow) -> None:
-        """On a slot's first chunk, take what lies before it from the prefix cache; later chunks must join up."""
+        """On a slot's first chunk, take everything before it from the prefix cache; later chunks must be contiguous."""
         state = self._slot(step, row.slot)
         if not row.tokens:
             raise self._violation(step, row.slot, "has an empty chunk")

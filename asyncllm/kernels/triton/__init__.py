@@ -1,5 +1,5 @@
 """Triton launchers, named by `kernels.dispatch.op`; their torch references are in `asyncllm.kernels`.
 
-A jitted function that is launched is called `<what>_kernel`; the others are parts of kernels. `language` has what all
-kernels use, `launch` how they are launched.
+A jitted function that is launched is named `<what>_kernel`; other jitted functions are parts of kernels. `language` has
+what all kernels use, and `launch` launches them.
 """

@@ -1,4 +1,5 @@
-"""Activations of numbers, and gated ones over [rows, 2 * size], the gate first: programs of (row, block of columns)."""
+"""Activations of numbers, and gated ones over [rows, 2 * size], gate first: one program per row and block of
+columns."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from asyncllm.kernels.triton.launch import Configured, launch
 __all__ = ["GELU", "activate", "apply_gate", "apply_limited_gate", "gelu_tanh_mul", "silu_mul"]
 
 GELU = -1.0
-"""In place of a limit: the gate is GELU's."""
+"""Value of a limit that selects GELU's gate."""
 
 COLUMNS = 1024
-"""Columns of a program: at 4 warps each thread has one load of 16 bytes from either half, in 31 registers. 256 rows
-of 2 * 14,336 take 5.8 us in a decode step on an H200."""
+"""Columns per program: with 4 warps, each thread has one 16-byte load from either half, in 31 registers. 256 rows of 2
+* 14,336 take 5.8 us in a decode step on an H200."""
 
 
 @triton.jit
 def _sigmoid(x):
-    """Without overflow: the exponent is never positive."""
+    """Compute the sigmoid without overflow: the exponent is never positive."""
     decay = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, decay, 1.0) / (1.0 + decay)
 
@@ -45,8 +46,8 @@ def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def apply_limited_gate(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """Return the gated products of experts in float32, of sums in float32, which are rounded to `dtype` first. The gate
-    is SwiGLU, with a LIMIT above 0 gpt-oss's of this SLOPE, and below 0 GELU's."""
+    """Return the experts' gated products in float32, from float32 sums that are rounded to `dtype` first. The gate is
+    SwiGLU; with a LIMIT above 0 it is gpt-oss's, with this SLOPE; with a LIMIT below 0 it is GELU's."""
     gate = round_to(gate, dtype).to(tl.float32)
     up = round_to(up, dtype).to(tl.float32)
     if LIMIT > 0:

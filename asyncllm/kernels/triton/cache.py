@@ -1,4 +1,4 @@
-"""Writing keys and values into pages, and copying pages in all planes at once."""
+"""Writes keys and values to pages, and copies pages in all planes at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from asyncllm.kernels.triton.quantized_kv import join_codes, quantize_halves
 __all__ = ["check_cache", "copy_blocks", "fill_kv_cache", "fill_quantized", "plan_cache_write", "store_line"]
 
 LINES = 16
-"""Lines (heads of a token's key or value) of a program: with heads of 128, two loads of 16 bytes, 26 registers."""
+"""Lines (heads of a token's key or value) per program: with heads of 128, two 16-byte loads, 26 registers."""
 
 CHUNK = 8192
-"""Numbers of a program that copies: 16 KiB of bfloat16, eight loads of 16 bytes per thread in flight, 46 registers."""
+"""Numbers per copying program: 16 KiB of bfloat16, eight 16-byte loads per thread in flight, 46 registers."""
 
 
 def check_cache(cache: KVCache, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the cache takes `dtype` and its blocks lie one behind the other."""
+    """Raise ValueError unless the cache has the dtype `dtype` and its blocks are contiguous."""
     takes = isinstance(cache, QuantizedKV) or cache.k.dtype == dtype
     if not takes or not cache.lines.is_contiguous():
         raise ValueError(f"{dtype} keys and values need a contiguous cache of {dtype}, not of {cache.k.dtype}")
@@ -49,7 +49,7 @@ def fill_kv_cache_kernel(
     LINES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """STRIDE is how far apart tokens lie; FEATURES is HEAD_DIM padded to a power of two."""
+    """STRIDE: distance between tokens. FEATURES: HEAD_DIM padded to a power of two."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     token, head = row // (2 * NUM_KV_HEADS), row % (2 * NUM_KV_HEADS)
     feature = tl.arange(0, FEATURES)[None, :]
@@ -92,8 +92,8 @@ def fill_kv_cache(kv: Tensor, cache: KVCache, plan: Tensor) -> None:
 
 @triton.jit
 def store_line(first, second, inside, code_ptr, range_ptr, HALF: tl.constexpr, FORMAT: tl.constexpr):
-    """Round lines and store them where inside [R]. first, second [R, B] float32: numbers j and j + HALF; code_ptr [R]
-    points to the lines' codes, range_ptr [R] to their ranges."""
+    """Quantize lines and store those where inside [R]. first, second [R, B] float32: numbers j and j + HALF; code_ptr
+    [R] points to the lines' codes, range_ptr [R] to their ranges."""
     feature = tl.arange(0, first.shape[1])[None, :]
     within = feature < HALF
     first_codes, second_codes, ranges = quantize_halves(first, second, within, FORMAT)
@@ -130,8 +130,8 @@ def fill_quantized_kernel(
     LINES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (i, 0) writes keys, (i, 1) values, unless they share bytes: then there is one for both. STRIDE is how far
-    apart tokens lie; BLOCK is HALF padded to a power of two."""
+    """Program (i, 0) writes keys and (i, 1) values; if they share bytes, one program writes both. STRIDE: distance
+    between tokens. BLOCK: HALF padded to a power of two."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     token, kv_head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
     feature = tl.arange(0, BLOCK)[None, :]
@@ -162,7 +162,7 @@ def fill_quantized_kernel(
 
 
 def fill_quantized(k: Tensor, v: Tensor, cache: QuantizedKV, places: Tensor) -> None:
-    """Write keys and values [T, kv_heads, head_dim] each, of equal strides, to the tokens' places. T is not 0."""
+    """Write keys and values [T, kv_heads, head_dim] each, with equal strides, to the tokens' places. T is not 0."""
     tokens, num_kv_heads, head_dim = k.shape
     launch(
         fill_quantized_kernel,

@@ -1,7 +1,7 @@
-"""Counters by which the blocks of one launch find each other: int32, zero before a launch and after it.
+"""Counters with which the blocks of one launch coordinate: int32, zero before and after a launch.
 
-Kernels that follow one another on a stream share theirs. Two streams, as two engines in one process have them, do not:
-their kernels run at the same time.
+Kernels that follow one another on a stream share their counters. Two streams, such as those of two engines in one
+process, do not, because their kernels run at the same time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["NUM_COUNTERS", "zero_counters"]
 NUM_COUNTERS = 8192
 
 _STREAMS_AT_ONCE = 32
-"""Streams whose counters are allocated together: one that is first seen while it captures a graph finds its own, as
-what a capture allocates is not zeroed before the graph runs."""
+"""Streams whose counters are allocated together, so that a stream first used while it captures a graph already has
+some: memory allocated during a capture is not zeroed before the graph runs."""
 
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _by_stream: dict[tuple[torch.device, int], Tensor] = {}
-"""Grows with the streams of the process, of which torch's pool has at most 64 per device."""
+"""Grows with the number of streams in the process, of which torch's pool has at most 64 per device."""
 
 _spare: dict[torch.device, list[Tensor]] = {}
 
 
 def zero_counters(device: torch.device) -> Tensor:
-    """int32 [NUM_COUNTERS] of the device's current stream. A graph has those of the stream that captured it.
+    """Return int32 [NUM_COUNTERS] for the device's current stream. A graph uses those of the stream that captured it.
 
-    Raises RuntimeError when the first call on a device is made during a capture.
+    Raises RuntimeError if the first call on a device is made during a capture.
     """
     stream = _current_stream(device.index) if device.type == "cuda" and _current_stream is not None else 0
     found = _by_stream.get((device, stream))
@@ -49,7 +49,7 @@ def _take(device: torch.device) -> Tensor:
             )
         zeros = torch.zeros(_STREAMS_AT_ONCE, NUM_COUNTERS, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            # Other streams take theirs without waiting for this one.
+            # Other streams get theirs without waiting for this one.
             torch.cuda.current_stream(device).synchronize()
         spare.extend(zeros)
     return spare.pop()

@@ -1,4 +1,4 @@
-"""Rows of a table by index: programs of (row, block of columns)."""
+"""Rows of a table by index: one program per row and block of columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = ["embed", "gather_rows"]
 
 COLUMNS = 2048
-"""Columns of a program: at 4 warps each thread has two loads of 16 bytes, in 24 registers."""
+"""Columns per program: with 4 warps, each thread has two 16-byte loads, in 24 registers."""
 
 
 @triton.jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["index_ptr"])
@@ -51,7 +51,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 def _gather(indices: Tensor, table: Tensor, scale: float, *, scaled: bool) -> Tensor:
     count, size = indices.shape[0], table.shape[1]
     out = torch.empty((count, size), dtype=table.dtype, device=table.device)
-    # Queries lie behind one another with their keys and values between.
+    # Queries are strided, with keys and values between them.
     if table.stride(1) != 1:
         table = table.contiguous()
     if count:

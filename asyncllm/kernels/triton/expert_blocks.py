@@ -1,6 +1,6 @@
-"""Assignments of tokens to experts, listed by expert in blocks of one expert each: what grouped products run over.
+"""Lists assignments of tokens to experts in blocks of one expert each, which grouped products iterate over.
 
-Nothing is read back by the host, so there are as many blocks as there could be, and those behind the last are none.
+The host reads nothing back, so the number of blocks is the maximum possible, and those after the last one are empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Chunk(NamedTuple):
-    """How many assignments `group_kernel` looks at together, and by how many warps."""
+    """Number of assignments that `group_kernel` handles together, and number of warps."""
 
     size: int
     warps: int
@@ -39,18 +39,18 @@ FEW_ASSIGNMENTS = Chunk(512, 4)
 MANY_ASSIGNMENTS = Chunk(2048, 4)
 
 CHUNKS_EACH = 4
-"""How many chunks a program of `group_kernel` lists where they have been counted, which they are if there are at least
-twice as many. 8,192 tokens of Qwen3-30B-A3B take 72, 71, 54 and 56 us with 1, 2, 4 and 8; by one program for each
-expert it was 104."""
+"""Number of chunks per program of `group_kernel` if chunks have been counted, which happens if there are at least twice
+as many. 8,192 tokens of Qwen3-30B-A3B take 72, 71, 54 and 56 us with 1, 2, 4 and 8; one program per expert took 104."""
 
 
 class Blocks(NamedTuple):
     """Assignments in blocks of one expert each."""
 
     experts: Tensor
-    """[blocks], -1 for none; where ungrouped, the expert ids themselves."""
+    """[blocks], -1 for none; if ungrouped, the expert ids themselves."""
     assignments: Tensor
-    """[blocks * size] int32: each one's, or their number for padding; not read where ungrouped."""
+    """[blocks * size] int32: number of each assignment, or the number of assignments for padding; unused if
+    ungrouped."""
     size: int
     ungrouped: bool
 
@@ -60,7 +60,7 @@ def count_kernel(
     expert_ids_ptr, counts_ptr, num_assignments,
     PADDED_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk of assignments: how many of them each expert has, to counts [chunks, PADDED_EXPERTS]."""
+    """One program per chunk of assignments: counts how many each expert has, in counts [chunks, PADDED_EXPERTS]."""
     chunk = tl.program_id(0)
     assignment = chunk * CHUNK + tl.arange(0, CHUNK)
     wait_for_producers(USE_PDL)
@@ -85,11 +85,11 @@ def group_kernel(
     CHUNKS_EACH: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program per expert: its assignments in ascending order from its first block on, then padding. COUNTED: one
-    per expert and CHUNKS_EACH chunks, with the counts of `count_kernel`.
+    """One program per expert: lists its assignments in ascending order from its first block on, then padding. COUNTED:
+    one program per expert and CHUNKS_EACH chunks, with the counts of `count_kernel`.
 
-    assignments [max_blocks * BLOCK_TOKENS]: num_assignments where there is none. block_experts [max_blocks]: the
-    expert of each block, -1 behind the last.
+    assignments [max_blocks * BLOCK_TOKENS]: num_assignments for padding. block_experts [max_blocks]: the expert of each
+    block, -1 after the last.
     """
     expert = tl.program_id(0)
     experts = tl.arange(0, PADDED_EXPERTS)
@@ -147,7 +147,7 @@ def group_kernel(
 
 
 def group(expert_ids: Tensor, num_experts: int, block_tokens: int) -> Blocks:
-    """expert_ids [T, k] -> blocks of block_tokens assignments, in the order of experts, then of assignments."""
+    """expert_ids [T, k] -> blocks of block_tokens assignments, ordered by expert, then by assignment."""
     num_assignments = expert_ids.numel()
     used_experts = min(num_experts, num_assignments)
     max_blocks = min(num_assignments, (num_assignments + used_experts * (block_tokens - 1)) // block_tokens)

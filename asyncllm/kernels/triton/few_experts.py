@@ -1,8 +1,8 @@
-"""Experts of so few tokens that hardly two of them share one, multiplied without tensor cores.
+"""Experts for so few tokens that hardly two tokens share one, multiplied without tensor cores.
 
-`first_kernel` gives each assignment's hidden row, through the gate, and `second_kernel` the weighted sum of all experts
-of a token: nothing is grouped, and no launch adds up. A program has some rows of the weights of one expert, or of each
-expert of a token in turn. It sums in float32, while the weights that it needs next are on their way.
+`first_kernel` computes each assignment's hidden row, including the gate, and `second_kernel` the weighted sum over a
+token's experts: nothing is grouped, and no extra launch sums up. A program has some rows of the weights of one expert,
+or of each expert of a token in turn. It sums in float32 while its next weights are being loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FIRST_TILE", "RowTile", "few_experts", "first_kernel", "second_kerne
 
 
 class RowTile(NamedTuple):
-    """A program: `rows` of a weight, gate and up counted both, by `columns` at a time."""
+    """A program's tile: `rows` of a weight (counting gate and up), `columns` at a time."""
 
     rows: int
     columns: int
@@ -31,13 +31,13 @@ class RowTile(NamedTuple):
 
 
 FIRST_TILE = RowTile(4, 1024, 4)
-"""Both products of a layer take, with the best of 5 second tiles on an H200, 30.8 us for one token of DeepSeek-V2-Lite,
-26.2 of Qwen3-30B-A3B, 40.7 for two of its tokens, and 163.5 for one of Mixtral-8x7B, where blocks on tensor cores take
-37.5, 29.2, 50.0 and 191. Ten other first tiles are as fast or up to 30 % slower."""
+"""On an H200, both products of a layer, with the best of 5 second tiles, take 30.8 us for one token of
+DeepSeek-V2-Lite, 26.2 for one of Qwen3-30B-A3B, 40.7 for two of its tokens, and 163.5 for one of Mixtral-8x7B; blocks
+on tensor cores take 37.5, 29.2, 50.0 and 191. Ten other first tiles are as fast or up to 30 % slower."""
 
 
 def second_tile(columns: int) -> RowTile:
-    """Return the tile of second weights with so many columns."""
+    """Return the tile for second weights with this number of columns."""
     return RowTile(4, 512, 4) if columns <= 1024 else RowTile(4, 1024, 8)
 
 
@@ -66,8 +66,8 @@ def first_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [T, K] times the weights [N, K] of their experts, ids [T, TOP_K] -> y [T * TOP_K, N], with GATED through the
-    gate [.., N / 2]. A program: (tile of rows, assignment). What an expert that is elsewhere had said is not written.
+    """x [T, K] times the weights [N, K] of their experts, ids [T, TOP_K] -> y [T * TOP_K, N], or, with GATED, [.., N /
+    2] after the gate. One program per tile of rows and assignment. Results of experts on other ranks are not written.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = N // 2 if GATED else N
@@ -80,7 +80,7 @@ def first_kernel(
         return
     first = tl.program_id(0) * OWN
     row = tl.arange(0, ROWS)
-    # Rows beyond the last are the last once more, and not stored.
+    # Rows beyond the last one repeat it, and are not stored.
     rows = tl.minimum(first + row % OWN, OUTPUTS - 1)
     if GATED:
         rows += row // OWN * OUTPUTS
@@ -100,8 +100,8 @@ def second_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of weights [T, TOP_K] times the rounded products of x [T * TOP_K, K] and their experts' [N, K] -> out
-    [T, N]. A program: (tile of rows, token)."""
+    """Write the sum of weights [T, TOP_K] times the rounded products of x [T * TOP_K, K] and their experts' [N, K] to
+    out [T, N]. One program per tile of rows and token."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     token = tl.program_id(1)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -131,7 +131,7 @@ def few_experts(
     down_bias: Tensor | None = None,
     limit: float | None = None,
 ) -> Tensor:
-    """As `kernels.fused_experts`, for types of 16 bits; with `limit` GELU the gate is GELU's."""
+    """`kernels.fused_experts` for 16-bit dtypes; with `limit` GELU the gate is GELU's."""
     num_tokens, top_k = expert_ids.shape
     first_rows, width, hidden_size = gate_up.shape[1], x.shape[1], down.shape[2]
     gated = first_rows != hidden_size

@@ -1,4 +1,4 @@
-"""Rows of logits without the tokens that a grammar forbids: programs of (row, TOKENS tokens)."""
+"""Removes from rows of logits the tokens that a grammar forbids: one program per row and TOKENS tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keep_only_kernel(
     row = tl.load(row_ptr + index)
     words = tl.load(word_ptr + index * WORDS + tokens // 32, mask=inside, other=0)
     forbidden = ((words >> (tokens % 32)) & 1) == 0
-    # Only what is forbidden is written, and nothing is read.
+    # Only forbidden entries are written, and nothing is read.
     tl.store(logits_ptr + row * STRIDE + tokens, float("-inf"), mask=inside & forbidden)
 
 

@@ -1,15 +1,15 @@
-"""What every kernel needs beside `triton.language`: exact rounding and dots under the interpreter, and PDL.
+"""Functions that every kernel needs besides `triton.language`: exact rounding and dots under the interpreter, and PDL.
 
-With TRITON_INTERPRET=1 kernels run on a CPU, which is how they are tested on machines without a GPU. There, arithmetic
-on bfloat16 and conversion to it give wrong numbers (Triton 3.6 to 3.9). So kernels convert to float32 right after a
-load, compute in float32, and round and multiply matrices through the functions below.
+With TRITON_INTERPRET=1 kernels run on a CPU, which is how they are tested on machines without a GPU. There, bfloat16
+arithmetic and conversion to bfloat16 give wrong numbers (Triton 3.6 to 3.9). Kernels therefore convert to float32 right
+after a load, compute in float32, and round and multiply matrices through the functions below.
 
 PDL is programmatic dependent launch (CUDA 12, compute capability 9.0): a kernel launched with `launch_pdl=True` may
 start while its predecessor drains, and must call `wait_for_producers` before it reads or writes anything that another
-kernel writes or reads. It calls `release_consumers` right after that, which lets the blocks of the next kernel come in
-and wait. Released before the wait, several kernels queue up in the multiprocessors: a decode step of one row of
-Llama-3-8B takes 4.08 ms then, instead of 3.94 ms. Only products of few tokens release first, as they have weights to
-ask for before the wait, and those after them too.
+kernel writes or reads. It calls `release_consumers` right after that, which lets the blocks of the next kernel be
+scheduled and wait. If kernels released before their wait, several would queue up in the multiprocessors: a decode step
+of one row of Llama-3-8B then takes 4.08 ms instead of 3.94 ms. Only products of few tokens release first, because they,
+and the products after them, can prefetch weights before the wait.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def nearest_integer(x):
-    """To even, for magnitudes below 2^22: such a sum has no room for a fraction."""
+    """Round to the nearest integer, ties to even, for magnitudes below 2^22: the sum has no bits left for a
+    fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def e4m3_bits(x):
-    """float32 within 448 -> the byte of the nearest number of e4m3, to even."""
+    """Convert float32 within 448 to the byte of the nearest e4m3 number, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 255).to(tl.int32) - 127, -6)
-    # Three bits of fraction: the magnitude in steps of 2^(exponent - 3) is below 16, and below 8 if it is subnormal.
+    # Three fraction bits: the magnitude in steps of 2^(exponent - 3) is below 16, or below 8 if it is subnormal.
     per_step = ((130 - exponent) << 23).to(tl.float32, bitcast=True)
     steps = nearest_integer(tl.where(x == x, tl.abs(x), 0.0) * per_step).to(tl.int32)
     code = ((exponent + 7) << 3) + steps - 8
@@ -86,7 +87,7 @@ def e4m3_bits(x):
 
 @triton.jit
 def e4m3_value(code):
-    """Return the float32 of a byte of e4m3."""
+    """Return the float32 value of an e4m3 byte."""
     magnitude = (code & 127).to(tl.int32)
     exponent = magnitude >> 3
     steps = tl.where(exponent > 0, 8 + (magnitude & 7), magnitude & 7).to(tl.float32)

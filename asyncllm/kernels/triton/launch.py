@@ -1,18 +1,18 @@
-"""Launching a kernel with little Python: a step outside CUDA graphs makes some 250 launches.
+"""Launches kernels with little Python overhead: a step outside CUDA graphs makes some 250 launches.
 
-`kernel[grid](...)` inspects every argument anew to find the compiled variant, some 40 us of Python for attention. A
-`Configured` kernel keeps what was found: one dictionary look-up, then the compiled kernel's own runner, which Triton
-3.6 and 3.7 call alike. That takes 1.9 us before the driver's part for five tensors, and 2.9 us for nine. A kernel that
-is launched this way follows three rules:
+`kernel[grid](...)` inspects every argument anew to find the compiled variant, which takes some 40 us of Python for
+attention. A `Configured` kernel caches the result: one dictionary look-up, then the compiled kernel's own runner, which
+Triton 3.6 and 3.7 call alike. That takes 1.9 us before the driver's part for five tensors, and 2.9 us for nine. A
+kernel launched this way follows three rules:
 
-- Its parameters come in this order: tensor descriptors, pointers, run-time numbers, constexprs.
+- Its parameters are in this order: tensor descriptors, pointers, run-time numbers, constexprs.
 - Its run-time integers are named in `do_not_specialize` and fit in 32 bits. No variant depends on their values.
 - A pointer into the middle of a tensor of small integers (`kv_lens[decode:]`) is named in
-  `do_not_specialize_on_alignment`. Otherwise each alignment that comes along at run time compiles a variant.
+  `do_not_specialize_on_alignment`. Otherwise each alignment that occurs at run time compiles a variant.
 
 Tensor descriptors are encoded anew for each launch, 3 us of Python each, and go into a graph by value.
 
-There are no hooks: Triton's own profiler does not see these launches, CUPTI and Nsight do.
+There are no hooks: Triton's own profiler does not see these launches, but CUPTI and Nsight do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _interpreted: bool = INTERPRET.value
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _ALIGNMENT = 15
-"""Bits of an address that are zero where Triton may load 16 bytes at once."""
+"""Address bits that are zero where Triton may load 16 bytes at once."""
 
 _address = Tensor.data_ptr
 _dtype = operator.attrgetter("dtype")
@@ -43,8 +43,8 @@ _Ready = tuple[Callable[..., None], Any, Any]
 
 
 class TensorMap:
-    """Tiles of a matrix, or of several in one tensor, for TMA, as a Gluon kernel's descriptor: what Triton reads to
-    encode it, and none of `TensorDescriptor`'s checks, which take 5 us and are made once, when the kernel is
+    """Tiles of a matrix, or of several in one tensor, for TMA, as a Gluon kernel's descriptor. It has what Triton reads
+    to encode it, without `TensorDescriptor`'s checks, which take 5 us and are made once, when the kernel is
     compiled."""
 
     __slots__ = ("base", "block_shape", "layout", "shape", "strides")
@@ -60,21 +60,21 @@ class TensorMap:
         self.layout = layout
 
     def checked(self) -> Any:
-        """Return the same as Triton's own. Raises AssertionError where TMA cannot read it."""
+        """Return the equivalent Triton descriptor. Raises AssertionError if TMA cannot read it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
 
 
 def fits_tensor_map(matrix: Tensor) -> bool:
-    """Return whether TMA can read it."""
+    """Return whether TMA can read the matrix."""
     return matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.itemsize % 16 == 0
 
 
 class Configured:
-    """A kernel with its constexprs and compile options. Calling it with the rest launches it.
+    """A kernel with its constexprs and compile options. Calling it with the other arguments launches it.
 
-    A launcher that runs in every layer keeps one per shape (`functools.cache`); others call `launch`.
+    A launcher that runs in every layer caches one per shape (`functools.cache`); others call `launch`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Configured:
         maxnreg: int | None = None,
         **constexprs: Any,
     ) -> None:
-        """`kernel` is a function under `triton.jit` or `gluon.jit`. `pdl` is for one that has a constexpr USE_PDL,
-        which is passed from here; False launches such a kernel behind its predecessor's end. Without `fp_fusion` every
-        product and every sum is rounded on its own. `maxnreg` bounds the registers of a thread.
+        """`kernel` is a function under `triton.jit` or `gluon.jit`. `pdl` is for kernels with a constexpr USE_PDL,
+        which is passed automatically; False launches such a kernel after its predecessor has ended. Without `fp_fusion`
+        every product and every sum is rounded separately. `maxnreg` bounds the registers per thread.
 
-        Raises TypeError when the kernel cannot be launched with `pdl`.
+        Raises TypeError if the kernel cannot be launched with `pdl`.
         """
         self._kernel = kernel
         self._constexprs = constexprs
@@ -102,9 +102,9 @@ class Configured:
         if maxnreg is not None:
             self._options["maxnreg"] = maxnreg
         self._places = (None,) * (len(constexprs) + ("USE_PDL" in kernel.arg_names))
-        """A place holder for each constexpr."""
+        """A placeholder for each constexpr."""
         self._ready: dict[tuple[Any, ...], _Ready] = {}
-        """Device, types and alignments -> runner, function handle, packed metadata."""
+        """Device, dtypes and alignments -> runner, function handle, packed metadata."""
 
     def __call__(
         self,
@@ -115,9 +115,8 @@ class Configured:
     ) -> None:
         """Run it on the current stream of the first tensor's device.
 
-        An absent tensor is stood in for by any other, and a constexpr says so. `maps` go with Gluon kernels, which have
-        no interpreter. Raises TypeError when the kernel's
-        parameters break the rules above.
+        Pass any other tensor in place of an absent one, and a constexpr that says so. `maps` are for Gluon kernels,
+        which have no interpreter. Raises TypeError if the kernel's parameters break the rules above.
         """
         if _interpreted:
             gate = {"USE_PDL": False} if "USE_PDL" in self._kernel.arg_names else {}
@@ -133,7 +132,7 @@ class Configured:
         ready = self._ready.get(key)
         if ready is None:
             _check(self._kernel, (*maps, *tensors), scalars, self._constexprs)
-            # The first launch of a variant is Triton's own: it compiles, and returns what runs from then on.
+            # Triton makes the first launch of a variant: it compiles, and returns what is run from then on.
             given = (*(each.checked() for each in maps), *tensors, *scalars)
             compiled = self._kernel[grid](*given, **self._constexprs, **self._options)
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
@@ -159,7 +158,7 @@ def launch(
     fp_fusion: bool = True,
     **constexprs: Any,
 ) -> None:
-    """Launch a kernel that is configured on the spot: see `Configured`."""
+    """Launch a kernel that is configured for this call; see `Configured`."""
     key = (id(kernel), num_warps, num_stages, pdl, fp_fusion, *constexprs.items())
     configured = _configured.get(key)
     if configured is None:

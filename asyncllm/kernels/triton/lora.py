@@ -1,14 +1,14 @@
 """LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it. `lora_rows`
 has kernels for few rows.
 
-Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It takes the adapters of these
-slots that the tile has, one after the other. Each is multiplied by the whole tile, and a row keeps the result of its
-own adapter. A tile of a prompt has one adapter, one of single rows as many as it has rows at most, which is why these
-have small tiles, and programs that share their adapters. Nothing is added across adapters, so a row's bits do not
-depend on its neighbours' (zero times infinity is no zero).
+Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It processes the adapters of
+these slots that occur in the tile, one after the other: each is multiplied by the whole tile, and a row keeps the
+result of its own adapter. A tile of a prompt has one adapter; a tile of single rows has up to as many as rows, so such
+tiles are small, and programs share their adapters. Nothing is summed across adapters, so a row's bits do not depend on
+its neighbours' (zero times infinity is not zero).
 
-Reading A of one row is all that takes time where there are few rows, so the sum over the input features is split among
-programs; `expand_kernel` adds up their parts in order.
+With few rows, nearly all the time is spent reading A, so the sum over the input features is split among programs;
+`expand_kernel` adds their parts in order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_
 __all__ = ["BLOCK_K", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
 _FEW_TILED = 512
-"""Rows in runs up to which their tiles are too few for a device."""
+"""Number of rows in runs up to which their tiles are too few to fill a device."""
 
 BLOCK_K = 128
-"""Input features that a program of `shrink_kernel` multiplies at a time."""
+"""Number of input features that a program of `shrink_kernel` multiplies at a time."""
 
 _SPAN = 512
-"""Input features of a program where there are few rows."""
+"""Input features per program if there are few rows."""
 
 _MOST_SPLITS = 32
 
@@ -43,13 +43,13 @@ _NO_SLOT = tl.constexpr(2**30)
 
 @triton.jit
 def _next_slot(slots, slot):
-    """Return the smallest slot above `slot`; _NO_SLOT: there is none."""
+    """Return the smallest slot above `slot`, or _NO_SLOT."""
     return tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
 
 
 @triton.jit
 def _slots_in_turn(slots_ptr, rows, tokens, turn, TURNS: tl.constexpr):
-    """Return the slots of the rows whose adapters this program takes; -1 for other rows."""
+    """Return the slots of the rows whose adapters this program processes; -1 for other rows."""
     slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
     return tl.where(slots % TURNS == turn, slots, -1)
 
@@ -61,10 +61,10 @@ def shrink_kernel(
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, K] times A of each row's adapter, transposed -> h [SPLITS, tokens, WIDTH] float32, to be added up.
+    """x [tokens, K] times A of each row's adapter, transposed -> h [SPLITS, tokens, WIDTH] float32, partial sums.
 
-    a: [slots, WIDTH, K], slots SLOT_STRIDE apart. WIDTH: RANK for each part of the output. h of rows without an
-    adapter is not written.
+    a: [slots, WIDTH, K], slots SLOT_STRIDE apart. WIDTH: RANK for each part of the output. h of rows without an adapter
+    is not written.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     wait_for_producers(USE_PDL)
@@ -103,10 +103,10 @@ def expand_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens, N] += h, added up over SPLITS and rounded to y's type, times B of each row's adapter, transposed.
+    """y [tokens, N] += h, summed over SPLITS and rounded to y's dtype, times B of each row's adapter, transposed.
 
-    b: [slots, N, RANK], slots SLOT_STRIDE apart. N is the sum of SIZE_0 to SIZE_3, the parts' features; a program has
-    a block of one part.
+    b: [slots, N, RANK], slots SLOT_STRIDE apart. N is the sum of SIZE_0 to SIZE_3, the parts' features; a program has a
+    block of one part.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
@@ -143,15 +143,15 @@ def expand_kernel(
 
 
 def by_row(rows: int, lora: LoRAWeights, *, batch_invariant: bool) -> bool:
-    """Return whether each of so many single rows has programs of its own. Rows of one and the same adapter are better
-    off in tiles."""
+    """Return whether each of the single rows gets its own programs. Rows with one and the same adapter run faster in
+    tiles."""
     shared = len(lora.a) == 1 and rows > 16
     return rows <= MOST_ROWS and lora.b.shape[-1] <= MOST_RANK and not shared and not batch_invariant
 
 
 def rows_and_splits(rows: int, features: int, *, single: bool) -> tuple[int, int]:
-    """Return how many rows a tile has, and among how many programs the sum over the input `features` is split. Of
-    `single` rows each may have another adapter."""
+    """Return the number of rows per tile, and the number of programs among which the sum over the input `features` is
+    split. `single` rows may each have a different adapter."""
     splits = max(1, min(_MOST_SPLITS, features // _SPAN))
     if single:
         return 16, splits
@@ -159,7 +159,7 @@ def rows_and_splits(rows: int, features: int, *, single: bool) -> tuple[int, int
 
 
 def turns_of(rows: int, block_t: int, num_slots: int) -> tuple[int, int]:
-    """Return how many programs of either kernel share the adapters of a tile: each adapter takes a program a few memory
+    """Return how many programs of each kernel share the adapters of a tile: each adapter takes a program a few memory
     latencies, and a program without one ends at once."""
     if block_t == 16 and min(rows, num_slots) > 1:
         return 8, 4
@@ -171,7 +171,7 @@ def add_lora(
 ) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
     tokens = len(x)
-    # All are single where there are few, and where no result may follow from their number.
+    # With few rows, and where no result may depend on their number, all count as single.
     single = tokens if tokens <= MOST_ROWS or batch_invariant else min(num_single, tokens)
     if single and by_row(single, lora, batch_invariant=batch_invariant):
         add_lora_by_row(y[:single], x[:single], slots[:single], lora)

@@ -1,6 +1,6 @@
-"""LoRA for few rows: a program has one row, so that any mix of adapters costs what reading them does.
+"""LoRA for few rows: a program has one row, so any mix of adapters costs only what reading them takes.
 
-`lora` multiplies tiles of rows instead, which reads an adapter once for all rows that have it.
+`lora` instead multiplies tiles of rows, and reads an adapter once for all rows that have it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 MOST_ROWS = 64
-"""For Llama-3-8B's layers with rank 16 on an H200, ms of a step: 64 rows with 64, 8 and 1 adapters 1.89, 1.31 and 1.17,
-in tiles 3.39, 1.85 and 1.01; 16 rows with 8 and 1 adapters 0.66 and 0.59, in tiles 1.17 and 0.83; one row 0.44 and
-0.75. Reading 64 adapters takes 1.12."""
+"""For Llama-3-8B's layers with rank 16 on an H200, in ms per step: 64 rows with 64, 8 and 1 adapters take 1.89, 1.31
+and 1.17, in tiles 3.39, 1.85 and 1.01; 16 rows with 8 and 1 adapters 0.66 and 0.59, in tiles 1.17 and 0.83; one row
+0.44 and 0.75. Reading 64 adapters takes 1.12."""
 
 MOST_RANK = 64
-"""Of a slot: a program keeps `_NUMBERS` of a matrix in registers."""
+"""Maximum rank of a slot: a program keeps `_NUMBERS` of a matrix in registers."""
 
 _NUMBERS = 8192
 
 _SPAN = 1024
-"""Input features of a program of `shrink_row_kernel`. Half as many programs, of twice the work, are no faster."""
+"""Input features per program of `shrink_row_kernel`. Half as many programs with twice the work are no faster."""
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
@@ -46,10 +46,10 @@ def shrink_row_kernel(
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `lora.shrink_kernel`; a program has a row, one part's RANK rows of A, and SPAN input features.
+    """Like `lora.shrink_kernel`; a program has a row, one part's RANK rows of A, and SPAN input features.
 
-    Slots come up with the inputs of the step, before its first kernel, and adapters before the step: reading them waits
-    for no kernel.
+    Slots are uploaded with the inputs of the step, before its first kernel, and adapters before the step, so reading
+    them waits for no kernel.
     """
     row = tl.program_id(0)
     features = tl.program_id(1) * RANK + tl.arange(0, RANK)
@@ -81,8 +81,8 @@ def part_of(
     block,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the part of a layer's output that a block of BLOCK_N features is of, the block's first feature, and the
-    end of the part. No block is of two parts."""
+    """Return the part of a layer's output that a block of BLOCK_N features belongs to, the block's first feature, and
+    the end of the part. No block spans two parts."""
     END_1: tl.constexpr = SIZE_0 + SIZE_1
     END_2: tl.constexpr = END_1 + SIZE_2
     BLOCKS_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
@@ -102,8 +102,8 @@ def expand_row_kernel(
     WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `lora.expand_kernel`; a program has a row and BLOCK_N features of one part. ALL_SPLITS: the power of two from
-    SPLITS on."""
+    """Like `lora.expand_kernel`; a program has a row and BLOCK_N features of one part. ALL_SPLITS: SPLITS rounded up to
+    a power of two."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
     row = tl.program_id(0)
@@ -130,12 +130,13 @@ def expand_row_kernel(
 
 
 def splits_of(features: int) -> int:
-    """Return among how many programs the sum over input features is split."""
+    """Return the number of programs among which the sum over input features is split."""
     return -(-features // _SPAN)
 
 
 def add_lora_by_row(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
-    """As `kernels.add_lora`, of contiguous y and x with `MOST_ROWS` rows at most, and slots of `MOST_RANK` at most."""
+    """`kernels.add_lora` for contiguous y and x with at most `MOST_ROWS` rows, and slots of rank at most
+    `MOST_RANK`."""
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     block, splits = _NUMBERS // rank, splits_of(k)
     span = min(_SPAN, triton.next_power_of_2(k))

@@ -1,4 +1,5 @@
-"""Memories of keys and values, by token: programs of a row, a head and some of its values. `pieces` has prompts."""
+"""Memories of keys and values, token by token: one program per row, head and group of values. For prompts see
+`pieces`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from asyncllm.kernels.triton.pieces import recur_by_piece
 __all__ = ["delta_kernel", "gated_delta_rule", "state_space"]
 
 VALUES = 32
-"""Values of a head in a program of the delta rule: with 128 keys, 32 numbers of the memory in each thread of 4 warps.
+"""Values of a head per program of the delta rule: with 128 keys, 32 numbers of the memory in each thread of 4 warps.
 Not measured on a device."""
 
 

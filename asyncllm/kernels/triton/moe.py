@@ -1,14 +1,14 @@
 """Mixture of experts on a GPU: routing, and the experts' gated MLPs as two grouped matrix products.
 
-An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `expert_blocks` lists them by expert
-in blocks of a fixed number of tokens, so that each block needs the weights of one expert only.
+An assignment is one (token, chosen expert) pair, numbered token * top_k + choice. `expert_blocks` lists assignments by
+expert in blocks of a fixed number of tokens, so that each block needs the weights of only one expert.
 `grouped_matmul_kernel` runs over those blocks: once from the tokens to the experts' hidden rows, with SwiGLU before the
-store, and once from there to the experts' outputs. `weighted_sum_kernel` adds up what the experts of a token say.
-Nothing is read back by the host, so all of it can be captured in a CUDA graph.
+store, and once from there to the experts' outputs. `weighted_sum_kernel` sums the outputs of a token's experts. The
+host reads nothing back, so all of it can be captured in a CUDA graph.
 
-The weights are always the left operand of the tensor cores' product and the tokens the right one. A tile of few tokens
-then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: by
-`fused_experts_invariant` a token gets the same bits alone and in any batch. Of few tokens `few_experts` is quicker.
+The weights are always the left operand of the tensor core product and the tokens the right one. A tile of few tokens
+then runs on wgmma like a tile of many, and an output is the same sum in the same order whatever the tile's size: with
+`fused_experts_invariant` a token gets the same bits alone and in any batch. For few tokens `few_experts` is faster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ __all__ = [
 
 
 class Tile(NamedTuple):
-    """A program of `grouped_matmul_kernel`: `rows` of the weights by a block of tokens, `depth` columns at a time."""
+    """A program's tile of `grouped_matmul_kernel`: `rows` of the weights by a block of tokens, `depth` columns at a
+    time."""
 
     rows: int
     depth: int
@@ -60,9 +61,9 @@ TILES: dict[int, tuple[Tile, Tile]] = {
     64: (Tile(256, 64, 8, 4), Tile(256, 64, 8, 4)),
     128: (Tile(256, 64, 8, 4), Tile(256, 64, 8, 4)),
 }
-"""By tokens per block, for types of 16 bits: the tile of the first product and that of the second.
+"""By tokens per block, for 16-bit dtypes: the tiles of the first and of the second product.
 
-Time of the two products on an H200, in parts of what their bytes take at 4.34 TB/s, or their operations at 790 TFLOP/s:
+Time of the two products on an H200, relative to what their bytes take at 4.34 TB/s, or their operations at 790 TFLOP/s:
 
     block  Qwen3-30B-A3B           Mixtral-8x7B
     16     100 %, 90 % (T = 16)    104 %, 98 % (T = 4)
@@ -74,26 +75,27 @@ Blocks of 16 with tiles of 64 rows reached 92 % and 72 %; blocks of 128 with 3 s
 """
 
 FLOAT32_TILE = Tile(32, 32, 4, 2)
-"""For float32, always with blocks of 16 tokens: it runs on plain FMA, for tests."""
+"""For float32, always with blocks of 16 tokens: runs on plain FMA, for tests."""
 
 BLOCKS_PER_GROUP = 16
-"""Blocks that go through the weights together, so that an expert's weights are read from memory once. The first product
-of Mixtral takes 1,286 us for 1,024 tokens with 1, 1,069 with 4, 1,061 with 8, 1,046 with 16 and 1,036 with 64."""
+"""Number of blocks that go through the weights together, so that an expert's weights are read from memory once. The
+first product of Mixtral takes 1,286 us for 1,024 tokens with 1, 1,069 with 4, 1,061 with 8, 1,046 with 16 and 1,036
+with 64."""
 
 
 DENSE_TILES = 192
-"""From so many tokens on that an expert gets on average, `linear/hopper_experts.py` multiplies. On an H200, us of a
-layer in blocks of 128 and there: Qwen3-30B-A3B 634, 641 at 128 and 1,442, 1,270 at 512; DeepSeek-V2-Lite 380, 420 at
-96, 613, 525 at 192, and 1,692, 1,564 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
+"""From this average number of tokens per expert, `linear/hopper_experts.py` multiplies. On an H200, us of a layer in
+blocks of 128 and there: Qwen3-30B-A3B 634, 641 at 128 and 1,442, 1,270 at 512; DeepSeek-V2-Lite 380, 420 at 96, 613,
+525 at 192, and 1,692, 1,564 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
 
 SUM_TILE = 1024
-"""Columns of a program of `weighted_sum_kernel`."""
+"""Columns per program of `weighted_sum_kernel`."""
 
 
 @triton.jit
 def order(values, places, PADDED: tl.constexpr):
-    """Return an integer that grows with the value and, among equal ones, falls with the place: one maximum finds the
-    next choice, and it is a place that exists even where values are NaN. `places` are below PADDED, a power of 2."""
+    """Return an integer that rises with the value and, among equal ones, falls with the place: one maximum finds the
+    next choice, and it is an existing place even if values are NaN. `places` are below PADDED, a power of 2."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (rank << 32) + (PADDED - 1 - places)
@@ -202,10 +204,10 @@ def grouped_matmul_kernel(
     BLOCKS_PER_GROUP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU on request, for every assignment a.
+    """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU if requested, for every assignment a.
 
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. BIAS: bias [E,
-    ROWS] is added. LIMIT above 0 makes SwiGLU gpt-oss's gate, of this SLOPE; below 0, the gate is GELU's.
+    ROWS] is added. A LIMIT above 0 turns SwiGLU into gpt-oss's gate, with this SLOPE; below 0, the gate is GELU's.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -217,8 +219,8 @@ def grouped_matmul_kernel(
         return
     assignments = assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS, False)
     is_filled = assignments < num_assignments
-    # Padding loads nothing: a row that every program reads for it is one place in the L2 cache, for which all of them
-    # queue. Rows beyond the weights compute the last one once more, which costs nothing.
+    # Padding loads nothing, since a row that every program reads for it would be a hot spot in the L2 cache. Rows
+    # beyond the weights compute the last row again, which costs nothing.
     x_row = tl.where(is_filled, assignments // ASSIGNMENTS_PER_X, 0).to(tl.int64)
     weight_row = rows_of(first_output, OUTPUTS, TILE_ROWS, SWIGLU)
 
@@ -265,10 +267,10 @@ def assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS: tl.con
 
 @triton.jit
 def rows_of(first_output, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, SWIGLU: tl.constexpr):
-    """Return the rows of an expert's weight that a tile has; those beyond the end are the last one."""
+    """Return the rows of an expert's weight in a tile; rows beyond the end are the last one."""
     tile_row = tl.arange(0, TILE_ROWS)
     if SWIGLU:
-        # 8 rows of the gate and the same 8 of up in turn: the tensor cores leave rows r and r + 8 in one thread.
+        # 8 rows of the gate alternate with the same 8 of up: tensor cores leave rows r and r + 8 in one thread.
         output = first_output + tile_row // 16 * 8 + tile_row % 8
         return tl.minimum(output, OUTPUTS - 1) + tile_row % 16 // 8 * OUTPUTS
     else:
@@ -280,7 +282,7 @@ def store_block(
     total, y_ptr, assignments, is_filled, first_output,
     OUTPUTS: tl.constexpr, SWIGLU: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Store the products [TILE_ROWS, BLOCK_TOKENS] of a tile, through the gate on request, to y [*, OUTPUTS]."""
+    """Store the products [TILE_ROWS, BLOCK_TOKENS] of a tile, through the gate if requested, to y [*, OUTPUTS]."""
     TILE_ROWS: tl.constexpr = total.shape[0]
     BLOCK_TOKENS: tl.constexpr = total.shape[1]
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
@@ -310,8 +312,8 @@ def weighted_sum_kernel(
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """y [*, WIDTH] of each assignment times weights [T, TOP_K] -> out [T, WIDTH]. PLACED: y lies by places, of which
-    places [T * TOP_K] has each assignment's."""
+    """y [*, WIDTH] of each assignment times weights [T, TOP_K] -> out [T, WIDTH]. PLACED: rows of y are at places [T *
+    TOP_K], by assignment."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = column < WIDTH
@@ -325,14 +327,14 @@ def weighted_sum_kernel(
         if PLACED:
             row = tl.load(places_ptr + assignment, mask=weight != 0, other=0).to(tl.int64)
         y = tl.load(y_ptr + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-        # Nothing has been written for an expert that is elsewhere.
+        # Nothing has been written for experts on other ranks.
         total += weight * tl.where(weight == 0, 0.0, y)
     tl.store(out_ptr + token * WIDTH + column, round_to(total, out_ptr.dtype.element_ty), mask=exists)
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the op of `asyncllm.kernels.moe`: one program per token, top_k passes over the logits in registers. The
-    sparsemixer takes the reference's operations."""
+    sparsemixer uses the reference's operations."""
     if routing.scores == "sparsemixer":
         return reference.route.reference(logits, routing, correction)  # type: ignore[attr-defined,no-any-return]
     num_tokens, num_experts = logits.shape
@@ -376,8 +378,8 @@ def fused_experts(
 ) -> Tensor:
     """Launch the op of `asyncllm.kernels.moe`. All arguments are contiguous."""
     num_tokens, top_k = expert_ids.shape
-    # So few hardly ever share an expert. All assignments count, but so do all experts: those of this rank get their
-    # share.
+    # So few assignments hardly ever share an expert. Both all assignments and all experts count, because those of this
+    # rank get their share.
     few = num_tokens * top_k <= max(top_k, max(len(gate_up), num_chosen_from) // 8)
     if not few or not num_tokens or x.element_size() != 2:
         return fused_experts_invariant(
@@ -411,8 +413,8 @@ def fused_experts_invariant(
     gelu: bool = False,
     num_chosen_from: int = 0,
 ) -> Tensor:
-    """As `fused_experts`, in blocks on tensor cores: five launches, one more for plain experts, or seven in tiles of a
-    dense layer, whose results have the same bits."""
+    """Like `fused_experts`, in blocks on tensor cores: five launches, one more for plain experts, or seven in the tiles
+    of a dense layer, whose results have the same bits."""
     num_tokens, top_k = expert_ids.shape
     num_experts, _, width = gate_up.shape
     hidden_size = down.shape[2]
@@ -420,7 +422,7 @@ def fused_experts_invariant(
     out = torch.empty_like(x)
     if not num_tokens:
         return out
-    # As above, of this rank.
+    # As above, for this rank.
     num_all = max(num_experts, num_chosen_from)
     plain = gate_up_bias is None and down_bias is None and limit is None and not gelu
     if plain and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
@@ -440,7 +442,7 @@ def fused_experts_invariant(
 
 
 def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: int, num_experts: int) -> bool:
-    """Return whether `linear/hopper_experts.py` takes such experts, and is the faster way."""
+    """Return whether `linear/hopper_experts.py` supports these experts and is the faster way."""
     hidden_size = down.shape[2]
     return (
         num_assignments >= DENSE_TILES * num_experts
@@ -453,14 +455,14 @@ def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: 
 
 
 def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """As `fused_experts` of gated SiLU without biases, on Hopper, x in rows by expert."""
+    """Like `fused_experts` with gated SiLU and without biases, on Hopper, with the rows of x sorted by expert."""
     from asyncllm.kernels.triton.linear import hopper_experts
 
     blocks = group(expert_ids, len(gate_up), hopper_experts.BLOCK)
     rows, places = hopper_experts.arrange(x, blocks.assignments, blocks.experts, expert_ids.numel())
     hidden = torch.empty(len(rows), down.shape[2], dtype=x.dtype, device=x.device)
     hopper_experts.products(rows, gate_up, hidden, blocks.experts, gated=True)
-    # The experts' outputs lie where their inputs have been.
+    # The experts' outputs overwrite their inputs.
     hopper_experts.products(hidden, down, rows, blocks.experts, gated=False)
     out = torch.empty_like(x)
     add_up(rows, weights, out, places)
@@ -468,8 +470,8 @@ def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
 
 
 def add_up(outputs: Tensor, weights: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]. With places [T k], which are where each
-    assignment's row of outputs lies, unless its weight is zero."""
+    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]. places [T k]: the row of outputs of each
+    assignment, unless its weight is zero."""
     num_tokens, top_k = weights.shape
     width = out.shape[1]
     tile = min(SUM_TILE, triton.next_power_of_2(width))
@@ -497,10 +499,10 @@ def multiply(
     bias: Tensor | None = None,
     limit: float | None = None,
 ) -> None:
-    """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a, through SwiGLU on request.
+    """y[a] = weight[expert of a] @ x[a // top_k] for every assignment a, through SwiGLU if requested.
 
     x [*, columns], weight [E, rows, columns], bias [E, rows], y [assignments, rows], or [assignments, rows // 2] with
-    swiglu, whose gate is limited if there is a limit, and GELU's with GELU as the limit.
+    swiglu. A limit limits the gate; GELU as the limit selects GELU's gate.
     """
     num_blocks = blocks.experts.shape[0]
     tile_outputs = tile.rows // 2 if swiglu else tile.rows
@@ -526,7 +528,8 @@ def multiply(
 
 
 def tokens_per_block(num_assignments: int, num_experts: int) -> int:
-    """Return half as many again as an expert gets on average, so that most experts fill one block or more."""
+    """Return one and a half times the average number of tokens per expert, so that most experts fill at least one
+    block."""
     for block_tokens in TILES:
         if 2 * num_experts * block_tokens >= 3 * num_assignments:
             return block_tokens

@@ -1,6 +1,6 @@
 """Norms of rows: one program per row, or per few short rows, with everything in registers.
 
-A row's sums are taken in an order that depends on its length alone, so that they do not change with the batch.
+A row is summed in an order that depends only on its length, so that the result does not change with the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_ROW = 16384
 """Longest row: 64 registers per thread at 8 warps."""
 
 TILE = 1024
-"""Numbers of a program that has several rows."""
+"""Numbers per program that has several rows."""
 
 
 def row_tile(size: int) -> tuple[int, int, int]:
-    """Rows, columns (a power of two) and warps of a program, for rows of `size`.
+    """Return rows, columns (a power of two) and warps of a program, for rows of `size`.
 
-    At 4096 columns 8 warps hold 16 numbers per thread, two loads of 16 bytes from each input, in 40 registers (64 at
-    8192 columns, 128 at 16384). With the addition, 256 rows of 4096 take 4.3 us in a decode step on an H200.
+    At 4096 columns 8 warps hold 16 numbers per thread, two 16-byte loads from each input, in 40 registers (64 at 8192
+    columns, 128 at 16384). With the addition, 256 rows of 4096 take 4.3 us in a decode step on an H200.
     """
     if size > MAX_ROW:
         raise ValueError(f"a norm takes rows of at most {MAX_ROW} numbers, not {size}")
@@ -39,12 +39,12 @@ def row_tile(size: int) -> tuple[int, int, int]:
 
 @triton.jit
 def normed(x, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """x [ROWS, COLUMNS] float32, zeros past SIZE; rounded where the reference rounds."""
-    # The mean of squares may be finite where their sum is not.
+    """Normalise x [ROWS, COLUMNS] float32, zeros past SIZE; round where the reference rounds."""
+    # The mean of squares may be finite when their sum is not.
     scale = tl.rsqrt(tl.sum(x * (x * (1.0 / SIZE)), 1) + eps)
     x = x * scale[:, None]
     if weight.dtype == dtype:
-        # The product of two 16-bit numbers is exact in float32, so that it is rounded once, as in 16-bit arithmetic.
+        # The product of two 16-bit numbers is exact in float32, so it is rounded once, as in 16-bit arithmetic.
         return round_to(round_to(x, dtype).to(tl.float32) * weight.to(tl.float32)[None, :], dtype)
     else:
         return round_to(x * weight.to(tl.float32)[None, :], dtype)
@@ -171,7 +171,7 @@ def _rms_norm(
 
 @functools.cache
 def _configured_rms_norm(size: int, add: bool) -> tuple[int, Configured]:
-    """Return rows of a program, and the kernel."""
+    """Return rows per program, and the kernel."""
     rows, columns, num_warps = row_tile(size)
     return rows, Configured(rms_norm_kernel, num_warps=num_warps, SIZE=size, ROWS=rows, COLUMNS=columns, ADD=add)
 
@@ -237,7 +237,7 @@ def _layer_norm(
 
 @functools.cache
 def _configured_layer_norm(size: int, has_bias: bool, add: bool) -> tuple[int, Configured]:
-    """Return rows of a program, and the kernel."""
+    """Return rows per program, and the kernel."""
     rows, columns, warps = row_tile(size)
     return rows, Configured(
         layer_norm_kernel, num_warps=warps, SIZE=size, ROWS=rows, COLUMNS=columns, HAS_BIAS=has_bias, ADD=add

@@ -1,8 +1,8 @@
-"""Memories of keys and values, by pieces of prompts: products of matrices in the place of a loop over tokens.
+"""Memories of keys and values, by pieces of prompts: matrix products instead of a loop over tokens.
 
 For the delta rule, what the tokens of a piece forget of each other is a triangular system. It is solved for all pieces
-at once, before the memory is known (Yang et al., Gated Delta Networks, 2024, section 3.3): token i learns
-u_i - w_i S of the memory S in front of the piece. What is left of the loop is over pieces.
+at once, before the memory is known (Yang et al., Gated Delta Networks, 2024, section 3.3): token i learns u_i - w_i S,
+where S is the memory before the piece. The remaining loop is over pieces.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ __all__ = ["pieces_config", "pieces_kernel", "recur_by_piece", "solve_kernel"]
 
 class PiecesConfig(NamedTuple):
     values: int
-    """Of a head in a program that goes through a row."""
+    """Values of a head per program that walks a row."""
     num_stages: int
-    """Pieces that lie in shared memory, those that are loaded ahead among them."""
+    """Number of pieces in shared memory, including those loaded ahead."""
 
 
 def pieces_config(keys: int, values: int, itemsize: int) -> PiecesConfig:
-    """Return the tiles for heads of this shape: 128 programs for one row of Qwen3-Next's. Chosen by what compiles for
-    sm_90 within registers and shared memory; not timed yet."""
+    """Return the tiles for heads of this shape: 128 programs for one row of Qwen3-Next. They are chosen by what
+    compiles for sm_90 within its registers and shared memory, and have not been timed yet."""
     most = 32 if keys <= 128 else 16
     return PiecesConfig(min(most, max(16, triton.next_power_of_2(values))), 2 if itemsize == 2 else 1)
 
 
 SOLVED_TILE = 32
-"""Fewest keys and values of a head in a tile of `solve_kernel`: with 16 columns of bfloat16, 4 warps and 64 tokens,
-Triton 3.6 compiles products that are wrong on an H200."""
+"""Minimum number of keys and values of a head in a tile of `solve_kernel`: with 16 columns of bfloat16, 4 warps and 64
+tokens, Triton 3.6 compiles wrong products on an H200."""
 
 
 @triton.jit
 def _product(a, b):
-    """a [M, K] @ b [K, N] of one type -> [M, N] float32; of float32 within some 2^-20."""
+    """a [M, K] @ b [K, N] of one dtype -> [M, N] float32; for float32, accurate to some 2^-20."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -51,10 +51,11 @@ def _product(a, b):
 
 @triton.jit
 def _inverse(lower, lines, TOKENS: tl.constexpr):
-    """The inverse of 1 + lower [TOKENS, TOKENS], which is 0 on and above its diagonal.
+    """Return the inverse of 1 + lower [TOKENS, TOKENS], where lower is 0 on and above its diagonal.
 
-    Blocks of 16 by substitution, all at once; then with D the inverse of these and N the rest of `lower`,
-    (1 + D N)^-1 D, where D N is nilpotent of degree TOKENS / 16. By powers of `lower` itself digits would be lost.
+    Blocks of 16 are inverted by substitution, all at once; then, with D the inverse of these and N the rest of `lower`,
+    the result is (1 + D N)^-1 D, where D N is nilpotent of degree TOKENS / 16. Powers of `lower` itself would lose
+    digits.
     """
     within = (lines[:, None] // 16) == (lines[None, :] // 16)
     blocks = tl.where(within, -lower, 0.0)
@@ -103,7 +104,7 @@ def solve_kernel(
     release_consumers(USE_PDL)
     start, stop = tl.load(span_ptr + 2 * piece), tl.load(span_ptr + 2 * piece + 1)
     if start < stop:
-        # Addresses are a number for the piece, and 32 bits for each place in it.
+        # An address is a number for the piece, plus a 32-bit offset for each place in it.
         there = lines < stop - start
         key_heads = lines * KEY_HEADS
         at_key_head = start.to(tl.int64) * KEY_HEADS + head // SHARING
@@ -164,7 +165,8 @@ def pieces_kernel(
     DELTA: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """v is what tokens learn if the memory says nothing of their keys: for the delta rule u, with `weight` in it."""
+    """v is what tokens learn if the memory holds nothing for their keys: for the delta rule u, which includes
+    `weight`."""
     KEY_HEADS: tl.constexpr = HEADS // SHARING
     row, head = tl.program_id(0), tl.program_id(1)
     lines, keys = tl.arange(0, TOKENS), tl.arange(0, KEY_TILE)
@@ -181,7 +183,7 @@ def pieces_kernel(
     memory = tl.load(
         state_ptr + (source * HEADS + head) * (KEYS * ALL_VALUES) + tile, mask=inside & (source >= 0), other=0.0
     )
-    # Addresses are a number for the piece, and 32 bits for each place in it.
+    # An address is a number for the piece, plus a 32-bit offset for each place in it.
     heads, key_heads = lines * HEADS, lines * KEY_HEADS
     at_keys = key_heads[:, None] * KEYS + keys[None, :]
     at_w = heads[:, None] * KEYS + keys[None, :]
@@ -238,7 +240,7 @@ def recur_by_piece(
     out: Tensor,
     delta: bool,
 ) -> None:
-    """Take the plan's rows that have pieces; all tensors are contiguous. out [T, H, V]."""
+    """Compute the plan's rows that have pieces; all tensors are contiguous. out [T, H, V]."""
     pieces = plan.pieces
     if pieces is None:
         return

@@ -1,9 +1,9 @@
 """Lines of a quantized cache in registers: from numbers to codes and back (`asyncllm.kernels.quantized_kv`).
 
-A format is its name, "" is none. A rounding has a name too: "k5" and "v3" are those of keys and values in "k5v3". A
-line is rounded in two halves, as rotations leave it. Codes are turned into numbers of the type that products are taken
-in; scale and middle are left to what is made of the products:
-q k = scale * (q code) + (middle - scale * centre) * sum of q, and likewise for sums of values.
+A format is given by its name; "" is none. A rounding has a name too: "k5" and "v3" are those of keys and values in
+"k5v3". A line is quantized in two halves, as rotations produce it. Codes are converted to numbers of the dtype in which
+products are computed; scale and midpoint are applied to the products: q k = scale * (q code) + (midpoint - scale *
+centre) * sum of q, and likewise for sums of values.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 
 @triton.jit
 def scales_of(ranges):
-    """int32 -> float32."""
+    """Return the scales in ranges, int32 -> float32."""
     return (ranges << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def middles_of(ranges):
-    """int32 -> float32."""
+    """Return the midpoints in ranges, int32 -> float32."""
     return (ranges & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def numbers_of(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr, dtype: tl.constexpr):
-    """Stored codes of keys or of VALUES -> numbers of `dtype`, or of float32 under the interpreter."""
+    """Convert stored codes of keys, or of VALUES, to numbers of `dtype`, or of float32 under the interpreter."""
     if FORMAT == "k5v3":
         codes = ((codes >> 5) if VALUES else (codes & 31)).to(tl.int8)
     if FORMAT == "fp8":
@@ -68,14 +68,14 @@ def numbers_of(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr, dtype: tl.cons
 
 @triton.jit
 def pairs_of(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
-    """Two stored codes a word int16, of keys or of VALUES, of neighbouring numbers -> the first and the second ones of
-    all words, float16, or float32 under the interpreter."""
+    """Split words int16 of two neighbouring stored codes, of keys or of VALUES, into the first and the second numbers
+    of all words, float16, or float32 under the interpreter."""
     if INTERPRET:
         return _by_arithmetic(words & 255, FORMAT, VALUES), _by_arithmetic((words >> 8) & 255, FORMAT, VALUES)
     elif FORMAT == "fp8":
         return _from_e4m3(words, False), _from_e4m3(words, True)
     else:
-        # Two words at a time; what comes over from the upper one is masked.
+        # Two words at a time; bits shifted in from the upper one are masked.
         shifted = tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
         return _from_integers(words, FORMAT, VALUES), _from_integers(shifted, FORMAT, VALUES)
 
@@ -97,8 +97,8 @@ def _from_e4m3(words, SECOND: tl.constexpr):
 
 @triton.jit
 def _from_integers(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
-    """The lower bytes of words -> float16. A mask leaves the last bits of 1024, or of a multiple of it, to be taken
-    off again."""
+    """Convert the lower bytes of words to float16. A mask puts them into the last bits of 1024, or of a multiple of it,
+    which is then subtracted."""
     if FORMAT == "int8":
         # The code plus 128.
         bits = tl.inline_asm_elementwise(
@@ -106,7 +106,7 @@ def _from_integers(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
             "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
     elif VALUES:
-        # 1024 + 32 code, of which a 32nd less 32 is left.
+        # 1024 + 32 code; a 32nd of it, minus 32, remains.
         bits = tl.inline_asm_elementwise(
             "{.reg .b32 t, c, d; mov.b32 c, 0x28002800; mov.b32 d, 0xd000d000; "
             "lop3.b32 t, $1, 0x00e000e0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, c, d;}",
@@ -122,7 +122,7 @@ def _from_integers(words, FORMAT: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _by_arithmetic(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr):
-    """Bytes in int16 -> float32."""
+    """Convert bytes in int16 to float32."""
     if FORMAT == "fp8":
         return e4m3_value(codes.to(tl.uint8))
     elif FORMAT == "int8":
@@ -133,15 +133,15 @@ def _by_arithmetic(codes, FORMAT: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _to_bfloat16(x):
-    """float32 -> the nearest number of bfloat16, to even, as float32."""
+    """Round float32 to the nearest bfloat16 number, ties to even, and return it as float32."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def quantize_halves(first, second, within, ROUNDING: tl.constexpr):
-    """Lines first and second [R, B] float32, numbers where within [1, B] -> codes of both, int32 or bytes of e4m3, and
-    ranges int32 [R]. As `kernels.quantized_kv.quantize_lines`."""
+    """Quantize lines first and second [R, B] float32, numbers where within [1, B] -> codes of both, int32 or bytes of
+    e4m3, and ranges int32 [R]. See `kernels.quantized_kv.quantize_lines`."""
     if ROUNDING == "fp8":
         middle = tl.zeros([first.shape[0]], tl.float32)
     else:
@@ -175,7 +175,7 @@ def quantize_halves(first, second, within, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _product(steps, numbers, ROUNDING: tl.constexpr):
-    """Products of lines [R, B] each -> int32 [R], in the parts of one that the rounding says."""
+    """Return products of lines [R, B] each -> int32 [R], in the fractions of one that the rounding specifies."""
     if ROUNDING == "k5":
         parts = nearest_integer((steps * numbers) * _FIT_K5)
     else:
@@ -185,7 +185,7 @@ def _product(steps, numbers, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _number(codes, ROUNDING: tl.constexpr):
-    """Codes of `_code` -> float32, from the centre."""
+    """Convert codes of `_code` to float32, relative to the centre."""
     if ROUNDING == "k5":
         return codes.to(tl.float32) - K5_CENTRE
     elif INTERPRET:
@@ -223,5 +223,5 @@ def _code(steps, ROUNDING: tl.constexpr):
 
 @triton.jit
 def join_codes(keys, values, dtype: tl.constexpr):
-    """Codes of both -> shared bytes."""
+    """Combine codes of keys and values into shared bytes."""
     return (keys | (values << 5)).to(dtype)

@@ -1,14 +1,14 @@
-"""Sums of the ranks' shares over memory that they map of each other: one kernel, with what follows the sum fused in.
+"""Sums of ranks' partial results over memory that they map from each other, in one kernel with what follows the sum.
 
-Each rank writes its rows into the other ranks' memory, and reads what these write into its own. There are no signals:
-a word that has arrived differs from `_ABSENT`, which each reader puts back. Two places a row take turns, and that is
-enough: who writes to a place again has read the answer to what came after it, which the reader sent when it was through
-with the place. Which of the two it is counts a number per row on the device, as a graph's launches have no arguments of
-their own. So all ranks have to launch the same sums in the same order.
+Each rank writes its rows to the other ranks' memory, and reads what these write to its own. There are no signals: a
+word that has arrived differs from `_ABSENT`, which each reader restores. Each row alternates between two places. Two
+are enough: a rank that writes to a place again has read the answer to what came after it, which the reader sent when it
+was done with the place. A number per row on the device counts the turns, because a graph's launches have no arguments
+of their own. All ranks therefore have to launch the same sums in the same order.
 
-Sums are taken in the order of the ranks, so that all have the same bits. No program waits for more than the same row of
-the other ranks, and all programs of a launch fit on the device at once, so that none waits for one that cannot start.
-A rank that is gone is waited for without end: who started the ranks ends them.
+Sums are taken in rank order, so that all ranks have the same bits. A program waits only for the same row of the other
+ranks, and all programs of a launch fit on the device at once, so that none waits for one that cannot start. A dead rank
+is waited for without end; the process that started the ranks ends them.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from asyncllm.kernels.triton.norm import MAX_ROW, normed
 __all__ = ["Mailbox", "add_sum_rms_norm", "fits", "mailbox_bytes", "sum_of_ranks"]
 
 PROGRAMS_PER_PROCESSOR = 2
-"""256 rows of 8 KB have a program each on an H200. Two of a multiprocessor keep more bytes on their way than a link of
-371 GB/s takes in the microseconds of a round trip."""
+"""256 rows of 8 KB have one program each on an H200. Two programs per multiprocessor keep more bytes in flight than a
+link of 371 GB/s carries in the microseconds of a round trip."""
 
 _ABSENT = tl.constexpr(-1)
-"""The bits of a number that has not arrived: a NaN in each floating-point type, for which another NaN is sent."""
+"""The bits of a number that has not arrived: a NaN in each floating-point type; another NaN is sent instead of it."""
 
 _PLACES = tl.constexpr(2)
-"""Of a row."""
+"""Number of places per row."""
 
 
 class Mailbox(NamedTuple):
-    """Where the ranks' rows arrive. Written by `sum_kernel` alone, once it is `clear`ed."""
+    """Where the ranks' rows arrive. Written only by `sum_kernel`, once it has been `clear`ed."""
 
     rank: int
     size: int
-    """The number of ranks."""
+    """Number of ranks."""
     addresses: Tensor
-    """Of each rank's mailbox, as this process sees it: int64 [size]."""
+    """Address of each rank's mailbox in this process: int64 [size]."""
     own: Tensor
-    """This rank's: bytes, uint8 [mailbox_bytes(size, rows, row_bytes)]."""
+    """This rank's mailbox: bytes, uint8 [mailbox_bytes(size, rows, row_bytes)]."""
     turns: Tensor
-    """How often each row has been summed up, int32 [rows]."""
+    """How often each row has been summed, int32 [rows]."""
     row_bytes: int
-    """Of the longest row, a multiple of 16."""
+    """Size of the longest row, a multiple of 16."""
 
     def clear(self) -> None:
-        """Make it empty. No rank may be writing to it."""
+        """Empty the mailbox. No rank may be writing to it."""
         self.own.fill_(255)
         self.turns.zero_()
 
 
 def mailbox_bytes(size: int, rows: int, row_bytes: int) -> int:
-    """Return how large a rank's mailbox is, for so many rows of so many ranks."""
+    """Return the size of a rank's mailbox."""
     return rows * int(_PLACES.value) * (size - 1) * row_bytes
 
 
 def fits(x: Tensor, box: Mailbox) -> bool:
-    """Return whether rows of x [..., H] fit, however many there are."""
+    """Return whether rows of x [..., H] fit, whatever their number."""
     size = x.shape[-1]
     return (
         size * x.itemsize <= box.row_bytes
@@ -77,14 +77,14 @@ def fits(x: Tensor, box: Mailbox) -> bool:
 
 @triton.jit
 def _place(row, turn, sender: tl.constexpr, receiver: tl.constexpr, STRIDE: tl.constexpr, RANKS: tl.constexpr):
-    """Return where a rank's row is in another one's mailbox, in numbers."""
+    """Return the offset, in numbers, of a rank's row in another rank's mailbox."""
     index: tl.constexpr = sender - 1 if sender > receiver else sender
     return ((tl.cast(row, tl.int64) * _PLACES + (turn & (_PLACES - 1))) * (RANKS - 1) + index) * STRIDE
 
 
 @triton.jit
 def _received(box, inside, BITS: tl.constexpr):
-    """Wait for a row, take it, and leave its place empty. Returns the numbers' bits."""
+    """Wait for a row, take it, and leave its place empty. Return the bits of its numbers."""
     bits = tl.load(box, mask=inside, other=0, volatile=True)
     while tl.max(tl.max((bits == _ABSENT).to(tl.int32), 1), 0) != 0:
         bits = tl.load(box, mask=inside, other=0, volatile=True)
@@ -112,9 +112,9 @@ def sum_kernel(
     NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """own_ptr is of integers as wide as x's numbers, and STRIDE the numbers of a place.
+    """own_ptr points to integers as wide as x's numbers, and STRIDE is the number of numbers in a place.
 
-    NORM: total is the ranks' sum plus the residual, and out its norm; else out is the sum.
+    NORM: total is the sum over ranks plus the residual, and out its norm; otherwise out is the sum.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     bits_type: tl.constexpr = own_ptr.dtype.element_ty
@@ -154,16 +154,16 @@ def sum_kernel(
 
 
 def sum_of_ranks(x: Tensor, box: Mailbox) -> Tensor:
-    """Return the sum of the ranks' x [..., H], which `fits`, of no more rows than the mailbox has, in x's memory.
+    """Return the sum of the ranks' x [..., H], in x's memory. x `fits`, and has no more rows than the mailbox.
 
-    It is added up in float32 and rounded once.
+    The sum is computed in float32 and rounded once.
     """
     _launch(x, x, x, x, x, 0.0, box, norm=False)
     return x
 
 
 def add_sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, box: Mailbox) -> tuple[Tensor, Tensor]:
-    """As `kernels.add_rms_norm` of `sum_of_ranks`; x, which `fits`, is not changed."""
+    """Apply `kernels.add_rms_norm` to `sum_of_ranks`; x, which `fits`, is not changed."""
     out, total = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual.contiguous(), weight, out, total, eps, box, norm=True)
     return out, total
@@ -189,7 +189,7 @@ def _most_programs(device: torch.device) -> int:
 
 
 def tile(size: int) -> tuple[int, int]:
-    """Columns (a power of two) and warps of a program, for rows of `size`."""
+    """Return columns (a power of two) and warps of a program, for rows of `size`."""
     columns = triton.next_power_of_2(size)
     return columns, min(8, max(1, columns // 256)) if columns <= 4096 else 16
 

@@ -1,4 +1,4 @@
-"""Layers with a state: programs of one token or row, and a block of features or a head."""
+"""Layers with a state: one program per token or row, and block of features or head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = ["short_convolution"]
 
 COLUMNS = 512
-"""Features of a program: 4 for each thread of 4 warps."""
+"""Features per program: 4 for each thread of 4 warps."""
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def convolution_kernel(
 def _keep_inputs(
     x_ptr, state_ptr, target_ptr, token, begin, source, columns, inside, SIZE: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the latest inputs up to `token` to its target. A line that comes from the state is further behind in it
-    than the line that it becomes, so that the two may be the same memory."""
+    """Write the latest inputs up to `token` to its target. A line from the state is further back in it than the line
+    that it becomes, so both may be the same memory."""
     target = tl.load(target_ptr + token)
     for line in tl.static_range(KEPT):
         index = token - (KEPT - 1) + line
@@ -97,7 +97,8 @@ def inputs_kernel(
     begin = tl.load(offset_ptr + row).to(tl.int64)
     source = tl.load(source_ptr + row)
     if token == begin:
-        # What needs the state of the source is done by one program, the last token first: the first may overwrite it.
+        # One program does everything that needs the source's state, last token first, because the first may overwrite
+        # it.
         end = tl.load(offset_ptr + row + 1).to(tl.int64)
         for back in tl.static_range(KEPT - 1):
             each = begin + (KEPT - 2 - back)

@@ -1,8 +1,8 @@
-"""Rotary embedding: the step's cosines and sines, and the pass over packed qkv that turns q and k and fills the cache.
+"""Rotary embedding: a step's cosines and sines, and the pass over packed qkv that rotates q and k and fills the cache.
 
 A packed qkv [T, heads, D] is a matrix with one row per head of each token, whichever of q, k or v it is. A program
-takes a few rows, so it reads contiguous memory at any number of tokens, and a row's norm is summed in the same order
-whatever the batch.
+takes a few rows, so it reads contiguous memory at any number of tokens, and a row's norm is summed in the same order in
+any batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncllm.kernels.triton.page import line_of
 __all__ = ["load_pairs", "rope_fill_kv", "rotate_heads", "rotation", "store_pairs"]
 
 ROWS = 16
-"""Heads of a program: with heads of 128, two runs of 16 bytes per thread, in 40 registers (56 with norms). In a decode
+"""Heads per program: with heads of 128, two runs of 16 bytes per thread, in 40 registers (56 with norms). In a decode
 step on an H200, 256 tokens of 48 heads take 2.9 us."""
 
 
@@ -47,7 +47,7 @@ def rotation_kernel(
     inside = pair < PAIRS
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    # OWN: each token has frequencies of its own.
+    # OWN: each token has its own frequencies.
     frequency = tl.load(frequency_ptr + (token * PAIRS if OWN else 0) + pair, mask=inside, other=0.0)
     angle = tl.load(position_ptr + token).to(tl.float32) * frequency
     cos, sin = tl.cos(angle) * factor, tl.sin(angle) * factor
@@ -108,7 +108,7 @@ def store_pairs(row_ptr, first, second, row_inside, PAIRS: tl.constexpr, INTERLE
 
 @triton.jit
 def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, feature, inside):
-    """[ROWS, features] float32: each row's weights."""
+    """Return each row's weights, [ROWS, features] float32."""
     q = tl.load(q_norm_ptr + feature, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(k_norm_ptr + feature, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], q[None, :], k[None, :])
@@ -116,7 +116,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, feature, inside):
 
 @triton.jit
 def _weighted(x, scale, weight, turning, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """Rows of q and k normalised, as `norm.rms_norm` rounds them; rows of v as they are."""
+    """Normalise rows of q and k, rounding like `norm.rms_norm`; leave rows of v unchanged."""
     scaled = x * scale[:, None]
     if ROUND_FIRST:
         scaled = round_to(scaled, dtype).to(tl.float32)
@@ -151,9 +151,9 @@ def rope_fill_kv_kernel(
     ROWS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """PAIRS pairs of features are turned; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0. FORMAT is that
-    of a quantized cache, whose keys and values share no byte, and for which whole heads are turned, and not
-    interleaved; else it is empty, and ranges are not written."""
+    """PAIRS pairs of features are rotated; REST is HEAD_DIM - 2 * PAIRS, padded to a power of two, or 0. FORMAT is the
+    format of a quantized cache in which keys and values share no byte, and for which whole heads are rotated and not
+    interleaved; otherwise it is empty, and ranges are not written."""
     HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
@@ -182,7 +182,7 @@ def rope_fill_kv_kernel(
         unturned = tl.load(source_ptr + rest[None, :], mask=rest_inside, other=0.0).to(tl.float32)
     angle = token.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
     turned = (inside & turning)[:, None] & (pair < PAIRS)[None, :]
-    # The second half of the table has the sines with their own sign.
+    # The second half of the table holds the sines with their own sign.
     cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + PAIRS + angle, mask=turned, other=0.0)
     # Rows of k and v go to the token's place; padding of a captured step has none.
@@ -200,7 +200,7 @@ def rope_fill_kv_kernel(
         if REST:
             unturned = _weighted(unturned, scale, rest_weight, turning, dtype, round_first)
 
-    # A row of v has cosine 1 and sine 0, and no partners: 0 times an infinite one would be NaN.
+    # A row of v has cosine 1, sine 0 and no partners: 0 times an infinite partner would be NaN.
     keep = turning[:, None]
     new_first = round_to(first * cos - tl.where(keep, second, 0.0) * sin, dtype)
     new_second = round_to(second * cos + tl.where(keep, first, 0.0) * sin, dtype)

@@ -1,7 +1,8 @@
-"""Rounding of rows to 8 bits (`kernels.scaled`), alone and behind what makes them: a program has a row in registers.
+"""Quantizes rows to 8 bits (`kernels.scaled`), alone and fused with the op that makes them: a program has a row in
+registers.
 
-Groups of a row that have scales of their own are programs of their own, but behind a norm, which needs the whole row.
-Under the interpreter, which knows no fp8, codes are bytes.
+Groups of a row with their own scales have their own programs, except after a norm, which needs the whole row. Under the
+interpreter, which lacks fp8, codes are bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from asyncllm.kernels.triton.norm import normed, row_tile
 __all__ = ["add_rms_norm_rounded", "gate_rounded", "round_rows"]
 
 COLUMNS = 1024
-"""Columns of a program where groups have scales of their own."""
+"""Columns per program if groups have their own scales."""
 
 
 @triton.jit
 def _scale_of(x, input_scale_ptr, LARGEST_CODE: tl.constexpr, STATIC: tl.constexpr):
-    """x [ROWS, GROUPS, WIDTH] float32 -> scales [ROWS, GROUPS]; that of a group with NaN is infinite."""
+    """x [ROWS, GROUPS, WIDTH] float32 -> scales [ROWS, GROUPS]; infinite for a group with NaN."""
     if STATIC:
         return tl.zeros([x.shape[0], x.shape[1]], tl.float32) + tl.load(input_scale_ptr)
     else:
@@ -46,14 +47,14 @@ def _scale_of(x, input_scale_ptr, LARGEST_CODE: tl.constexpr, STATIC: tl.constex
 
 @triton.jit
 def _code_of(x, per_scale, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr):
-    """x float32, and one by its scale -> the byte of its code."""
+    """x float32, and the reciprocal of its scale -> the byte of its code."""
     code = x * per_scale
     if not INTEGER and not INTERPRET:
-        # To nearest even, and to the largest number where it is beyond.
+        # To nearest even, and to the largest number if it is beyond.
         return code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     clipped = tl.where(code > LARGEST_CODE, LARGEST_CODE, tl.where(code < -LARGEST_CODE, -LARGEST_CODE, code))
     if INTEGER:
-        # What is not a number is in the scale.
+        # NaN is represented in the scale.
         return nearest_integer(tl.where(clipped == clipped, clipped, 0.0)).to(tl.int8)
     else:
         return e4m3_bits(clipped)
@@ -64,8 +65,8 @@ def _store_rounded(
     x, row, first_group, rows, codes_ptr, scales_ptr, input_scale_ptr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """x [ROWS, COLUMNS] float32, zeros past SIZE, whose groups of WIDTH are those from `first_group` on -> codes [rows,
-    SIZE] and scales [rows, groups]."""
+    """x [ROWS, COLUMNS] float32, zeros past SIZE, whose groups of WIDTH start at `first_group` -> codes [rows, SIZE]
+    and scales [rows, groups]."""
     ROWS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = x.shape[1] // WIDTH
     ALL: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH
@@ -88,7 +89,7 @@ def round_rows_kernel(
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr, INTEGER: tl.constexpr,
     STATIC: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, SIZE] -> codes, bytes, and scales: program (row, block of columns)."""
+    """x [rows, SIZE] -> codes, as bytes, and scales; one program per row and block of columns."""
     row = tl.program_id(0) + tl.arange(0, 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wait_for_producers(USE_PDL)
@@ -107,7 +108,7 @@ def gate_rounded_kernel(
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr,
     INTEGER: tl.constexpr, STATIC: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, 2 * SIZE], the gate first -> codes and scales of [rows, SIZE]: program (row, block of columns)."""
+    """x [rows, 2 * SIZE], gate first -> codes and scales of [rows, SIZE]; one program per row and block of columns."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0) + tl.arange(0, 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -130,7 +131,7 @@ def add_rms_norm_rounded_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr,
     INTEGER: tl.constexpr, STATIC: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x and residual [rows, SIZE] -> their sum, and codes and scales of its norm: program (ROWS rows)."""
+    """x and residual [rows, SIZE] -> their sum, and codes and scales of its norm; one program per ROWS rows."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.arange(0, COLUMNS)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
@@ -192,7 +193,7 @@ def _given(rounding: Rounding, stand_in: Tensor) -> Tensor:
 
 
 def _empty(rows: int, size: int, rounding: Rounding, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, as bytes, and scales."""
+    """Return empty codes, as bytes, and scales."""
     kind = torch.int8 if rounding.dtype == torch.int8 else torch.uint8
     codes = torch.empty((rows, size), dtype=kind, device=like.device)
     return codes, torch.empty((rows, rounding.groups(size)), dtype=torch.float32, device=like.device)
@@ -208,7 +209,7 @@ def _constexprs(dtype: torch.dtype, grouped: bool, static: bool, columns: int) -
 
 
 def row_block(size: int, grouped: bool) -> tuple[int, int]:
-    """Return columns and warps of a program: a whole row with 32 numbers a thread, in up to 32 warps, or some of its
+    """Return columns and warps of a program: a whole row with 32 numbers per thread, in up to 32 warps, or some of its
     groups."""
     columns = max(GROUP, COLUMNS if grouped else triton.next_power_of_2(size))
     return columns, min(32, max(4, columns // 1024))
@@ -232,7 +233,7 @@ def _configured_gate(size: int, gelu: bool, dtype: torch.dtype, grouped: bool, s
 
 @functools.cache
 def _configured_norm(size: int, dtype: torch.dtype, grouped: bool, static: bool) -> tuple[int, Configured]:
-    """Return rows of a program, and the kernel."""
+    """Return rows per program, and the kernel."""
     rows, columns, warps = row_tile(max(size, GROUP))
     given = _constexprs(dtype, grouped, static, columns)
     if not grouped:

@@ -1,17 +1,18 @@
-"""Draw a token per row of logits with no sort and no word from the host: the bits of `kernels.sampling.sample`.
+"""Draws a token per row of logits without sorting or synchronizing with the host: the bits of
+`kernels.sampling.sample`.
 
-Two kernels. The first finds the maximum of every group of 64 neighbouring tokens. The second draws:
+There are two kernels. The first finds the maximum of every group of 64 neighbouring tokens. The second draws:
 
 - Greedy rows need the groups' maxima and one group.
-- Rows without top-k and top-p add noise to all tokens; several programs share a row and meet in an atomic maximum.
-- Filtered rows keep a prefix of the order (value falling, id rising), so all there is to find is its last value and how
-  many tokens of that value belong to it. The k-th largest group maximum is a lower bound of the k-th largest token, and
-  only groups that reach the bound are looked at from then on: a few thousand tokens, between whose keys (integers in
-  the order of the floats) the last value is found by bisection. Top-p bisects over mass instead of count. Without top-k
-  it takes the total mass, to which all programs of the row add, and looks at more groups when the bound was too high.
+- Rows without top-k and top-p add noise to all tokens; several programs share a row and combine by an atomic maximum.
+- Filtered rows keep a prefix of the order (value falling, id rising), so only its last value, and how many tokens of
+  that value belong to it, have to be found. The k-th largest group maximum is a lower bound of the k-th largest token,
+  and from then on only groups that reach the bound are read: a few thousand tokens, among whose keys (integers in the
+  order of the floats) the last value is found by bisection. Top-p bisects over mass instead of count. Without top-k it
+  uses the total mass, to which all programs of the row contribute, and reads more groups if the bound was too high.
 
-Everything that decides is either an integer or one rounding at a time (`enable_fp_fusion=False`), hence equal to the
-reference bit by bit, and the atomics do not depend on an order.
+Every decision depends on integers or on one rounding at a time (`enable_fp_fusion=False`), and therefore equals the
+reference bit by bit; the atomics do not depend on an order.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ __all__ = ["DRAW_WARPS", "draw_splits", "find_maxima", "sample", "sizes_of"]
 
 _GROUP = tl.constexpr(64)
 _TILE_GROUPS = tl.constexpr(64)
-"""Groups that are looked at together."""
+"""Number of groups read together."""
 _DRAWN_GROUPS = tl.constexpr(16)
-"""Groups that are drawn from together: noise takes many registers."""
+"""Number of groups drawn from together; noise takes many registers."""
 _QUADS = tl.constexpr(512)
-"""Philox blocks, of four tokens each, per iteration of a dense row."""
+"""Number of Philox blocks, of four tokens each, per iteration of a dense row."""
 _FIRST_GROUPS = tl.constexpr(64)
-"""Groups in which a nucleus without top-k is looked for first; eight times as many each time it is not within."""
+"""Number of groups in which a nucleus without top-k is searched first; eight times as many each time it is not
+found."""
 
 _BEST, _MASS, _TICKET, _STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-"""Columns of the state that programs of a row share, and their number."""
+"""Columns of the state shared by the programs of a row, and their number."""
 
 _NOT_FINITE, _NOTHING_LEFT = tl.constexpr(sampling.NOT_FINITE), tl.constexpr(sampling.NOTHING_LEFT)
 _NUM_SETTINGS = tl.constexpr(sampling.NUM_SETTINGS)
@@ -55,11 +57,11 @@ _LOWEST = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(0xFFFFFFFF)
 
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits that are 0 in each float32 that came from the type; keys do without them: bisections take fewer steps."""
+"""Low bits that are 0 in each float32 converted from the dtype; keys omit them, so that bisections take fewer steps."""
 
 _MAXIMA_WARPS, _MAXIMA_PROGRAMS = 8, 2112
 DRAW_WARPS, _DRAW_PROGRAMS = 8, 528
-"""Warps of a program, and programs wanted in all: rows are divided until there are so many.
+"""Warps per program, and total number of programs wanted: rows are divided until there are that many.
 
 On an H200 with 128,256 tokens in bfloat16, the maxima of 256 rows take 20.2 us with 8 warps and 2,112 programs, and
 24.4 us with 4 and 1,056. With the latter, both kernels together take, for 1, 16, 64 and 256 peaked rows: greedy 3.0,
@@ -77,14 +79,14 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """Return the float32 that has this key."""
+    """Return the float32 with this key."""
     whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (whole ^ ((whole >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _small_float(integer):
-    """int32 -> float32 for small numbers, at a fraction of the price of the conversion."""
+    """Convert int32 to float32, for small numbers, at a fraction of the cost of the conversion."""
     return (integer + _ROUNDER_BITS).to(tl.float32, bitcast=True) - _ROUNDER
 
 
@@ -117,7 +119,7 @@ def _gumbel(words):
 
 @triton.jit
 def _noise_bound(words):
-    """Slightly more than the Gumbel noise of these words, without logarithms.
+    """Return slightly more than the Gumbel noise of these words, without logarithms.
 
     -log(-log1p(-u)) < -log(u), and log2((1 + f) * 2**e) >= e + f, which the bits of a float32 spell, shifted by 127.
     """
@@ -161,7 +163,7 @@ def group_maxima_kernel(
     SHIFT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (r, s): keys of the maxima of some groups of row r, and, if s is 0, the row's state as it begins."""
+    """Program (r, s): keys of the maxima of some groups of row r and, if s is 0, the row's initial state."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
@@ -180,7 +182,7 @@ def group_maxima_kernel(
 
 @triton.jit
 def _first_of(logits_row, maxima, top, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, SHIFT: tl.constexpr):
-    """Lowest id of the tokens whose key is `top`, the row's maximum."""
+    """Return the lowest id of the tokens whose key is `top`, the row's maximum."""
     group = tl.min(tl.where(maxima == top, tl.arange(0, NUM_GROUPS), NUM_GROUPS))
     tokens = group * _GROUP + tl.arange(0, _GROUP)
     x = tl.load(logits_row + tokens, mask=tokens < VOCAB, other=-float("inf")).to(tl.float32)
@@ -189,21 +191,21 @@ def _first_of(logits_row, maxima, top, VOCAB: tl.constexpr, NUM_GROUPS: tl.const
 
 @triton.jit
 def _pack(scores, ids):
-    """Scores and ids as int64 in the order (score rising, id falling): the maximum is the winner."""
+    """Return scores and ids as int64 in the order (score rising, id falling): the maximum is the winner."""
     return (_key(scores, 0).to(tl.int64) << 32) | (ids.to(tl.int64) ^ _ID_MASK)
 
 
 @triton.jit
 def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin, end, first_quad, VOCAB: tl.constexpr):
-    """Return the packed winner among the Philox blocks [begin, end) of a row that has neither top-k nor top-p, and
-    whose tokens begin with the block `first_quad`.
+    """Return the packed winner among the Philox blocks [begin, end) of a row without top-k and top-p, whose tokens
+    begin with the block `first_quad`.
 
-    Tiles whose tokens stay below the best score so far even with the bound of their noise are done with that; of n
-    tiles about log(n) are not.
+    A tile is skipped if its tokens stay below the best score so far even with the bound of their noise; of n tiles
+    about log(n) are not skipped.
     """
     best = tl.full((_QUADS,), -float("inf"), tl.float32)
     ids = tl.zeros((_QUADS,), tl.int32)
-    # What the most likely token has at the least: its shifted logit is 0 and no noise is below -2.82.
+    # Minimum score of the most likely token: its shifted logit is 0 and no noise is below -2.82.
     beaten = tl.full((), -2.9, tl.float32)
     for first in range(begin, end, _QUADS):
         quads = first + tl.arange(0, _QUADS)
@@ -221,7 +223,7 @@ def _dense_best(logits_row, seed, position, top_value, reciprocal, least, begin,
                 scores = _gumbel(words[place]) + shifted
                 if least > 0:
                     scores = tl.where(_mass(shifted) >= least, scores, -float("inf"))
-                # Tokens come in rising order, so that the first of equal scores stays.
+                # Tokens come in ascending order, so that the first of equal scores stays.
                 better = scores > best
                 best = tl.where(better, scores, best)
                 ids = tl.where(better, tokens, ids)
@@ -241,11 +243,12 @@ def _total_mass(logits_row, top_value, reciprocal, begin, end, VOCAB: tl.constex
 
 @triton.jit
 def _choose_groups(maxima, chosen, bound, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Write the numbers of the groups whose maximum reaches `bound`, rising, to `chosen`; returns how many."""
+    """Write the numbers of the groups whose maximum reaches `bound`, ascending, to `chosen`. Return how many there
+    are."""
     groups = tl.arange(0, NUM_GROUPS)
     reached = (maxima >= bound) & (groups * _GROUP < VOCAB)
     places = tl.cumsum(reached.to(tl.int32), 0) - 1
-    # Neither may reads of the list before overtake the writes, nor the writes reads after.
+    # Earlier reads of the list must not overtake the writes, nor the writes later reads.
     tl.debug_barrier()
     tl.store(chosen + places, groups, mask=reached)
     tl.debug_barrier()
@@ -254,7 +257,7 @@ def _choose_groups(maxima, chosen, bound, VOCAB: tl.constexpr, NUM_GROUPS: tl.co
 
 @triton.jit
 def _tile(logits_row, chosen, first, num_chosen, GROUPS: tl.constexpr, VOCAB: tl.constexpr, SHIFT: tl.constexpr):
-    """Tokens, float32 logits, keys and validity of some chosen groups: [GROUPS, 64] each."""
+    """Return tokens, float32 logits, keys and validity of some chosen groups: [GROUPS, 64] each."""
     places = first + tl.arange(0, GROUPS)
     groups = tl.load(chosen + places, mask=places < num_chosen, other=0)
     tokens = tl.multiple_of(groups * _GROUP, 64)[:, None] + tl.arange(0, _GROUP)[None, :]
@@ -353,7 +356,7 @@ def _filtered_token(
     SHIFT: tl.constexpr,
 ):
     """Draw for a row with top-k or top-p. `total` is its mass, which matters if there is no top-k (`top_k` 0)."""
-    # A key that each token reaches, one with a logit of -inf too.
+    # A key that every token reaches, even one with a logit of -inf.
     floor = tl.full((), -0x7F800001 >> SHIFT, tl.int32)
     limit = _nucleus_limit(top_p, total)
     wanted = tl.where(top_k > 0, top_k, _FIRST_GROUPS)
@@ -367,8 +370,8 @@ def _filtered_token(
         if (top_k == 0) & (bound > floor):
             searching = _tally(logits_row, chosen, num_chosen, bound, top_value, reciprocal, True, VOCAB, SHIFT) < limit
         wanted *= 8
-    # The prefix ends among the tokens whose key is `last`: by rising id, as many as top-k has room for, and as long as
-    # the mass before each, a multiple of `each`, leaves `room` for top-p.
+    # The prefix ends among the tokens whose key is `last`: in ascending order of id, as many as top-k allows, and as
+    # long as the mass before each, a multiple of `each`, leaves `room` for top-p.
     last = bound
     ties = tl.full((), 1 << 62, tl.int64)
     each = tl.zeros((), tl.int64)
@@ -438,7 +441,7 @@ def draw_kernel(
     slot = row
     if HAS_SLOTS:
         slot = tl.load(slots + row).to(tl.int64)
-    # Rows without a slot work like greedy ones; what they find is put aside at the end.
+    # Rows without a slot are processed like greedy ones; their result is discarded at the end.
     own = settings + tl.maximum(slot, 0) * _NUM_SETTINGS
     seed = tl.load(own)
     top_k = tl.load(own + 1)
@@ -533,16 +536,16 @@ def sample(
 
 
 def draw_splits(num_rows: int, num_tokens: int) -> int:
-    """Return how many programs share a row."""
+    """Return the number of programs that share a row."""
     parts: int = -(-num_tokens // (4 * _QUADS.value))
     return max(1, min(_MAX_SPLITS, _DRAW_PROGRAMS // num_rows, parts))
 
 
 def sizes_of(logits: Tensor, vocab_size: int) -> dict[str, Any]:
-    """Return the constexprs of kernels that look at groups of the first `vocab_size` logits of each row."""
+    """Return the constexprs of kernels that read groups of the first `vocab_size` logits of each row."""
     return {
         "VOCAB": vocab_size,
-        # Of a single row torch may state any stride.
+        # For a single row torch may report any stride.
         "STRIDE": logits.stride(0) if len(logits) > 1 else logits.shape[1],
         "NUM_GROUPS": triton.next_power_of_2(max(-(-vocab_size // _GROUP.value), _TILE_GROUPS.value)),
         "SHIFT": _SHIFTS[logits.dtype],
@@ -550,8 +553,8 @@ def sizes_of(logits: Tensor, vocab_size: int) -> dict[str, Any]:
 
 
 def find_maxima(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return keys of the maxima of groups of the first `vocab_size` logits of each row, of which there are some, and
-    the rows' states as they begin."""
+    """Return keys of the maxima of groups of the first `vocab_size` logits of each row, and the rows' initial states.
+    There is at least one row."""
     num_rows, sizes = len(logits), sizes_of(logits, vocab_size)
     num_groups = sizes["NUM_GROUPS"]
     tiles = num_groups // _TILE_GROUPS.value

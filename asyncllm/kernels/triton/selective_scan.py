@@ -1,4 +1,4 @@
-"""Mamba's selective scan: programs of a row and some of its features. A few tokens of a prompt are one scan."""
+"""Mamba's selective scan: one program per row and group of features. A few tokens of a prompt are one scan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = ["selective_scan", "selective_scan_kernel"]
 
 TOKENS = 16
-"""Of a scan."""
+"""Tokens per scan."""
 FEATURES = 32
-"""Of a program. Neither is timed yet."""
+"""Features per program. Neither constant has been timed yet."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def selective_scan_kernel(
     SIZE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """SIZE: most tokens of a piece; 0: rows are taken token by token."""
+    """SIZE: maximum number of tokens in a piece; 0: rows are computed token by token."""
     row = tl.program_id(0)
     features = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     states, lines = tl.arange(0, STATE_TILE), tl.arange(0, TOKENS)
@@ -84,7 +84,7 @@ def selective_scan_kernel(
             known = there[:, None] & is_state[None, :]
             writes = tl.load(write_ptr + at_states, mask=known, other=0.0).to(tl.float32)
             reads = tl.load(read_ptr + at_states, mask=known, other=0.0).to(tl.float32)
-            # A step of size 0, as of tokens that are not there, changes nothing.
+            # A step of size 0, such as that of a missing token, changes nothing.
             decay = tl.exp(sizes[:, None, :] * rates[None, :, :])
             written = writes[:, :, None] * (sizes * x)[:, None, :]
             decay, written = tl.associative_scan((decay, written), 0, _after)

@@ -1,7 +1,7 @@
-"""Drawing among ranks: the bits of `kernels.shortlist`, with the parts of the sampling kernels.
+"""Sampling across ranks: the bits of `kernels.shortlist`, built from the parts of the sampling kernels.
 
-A rank's share of a row is searched as a whole row is (`kernels.triton.sampling`), in groups of 64 neighbouring tokens.
-Lists come out in the order of the tokens. The draw is one program for each row, which sorts the entries of all ranks.
+A rank's share of a row is searched like a whole row (`kernels.triton.sampling`), in groups of 64 neighbouring tokens.
+Lists are in token order. The draw is one program per row, which sorts the entries of all ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def row_maxima_kernel(groups, maxima, NUM_GROUPS: tl.constexpr, SHIFT: tl.conste
 
 @triton.jit
 def _entry(x, token):
-    """Return float32 logits and ids as `sampling.pack` does."""
+    """Return float32 logits and ids packed like `sampling.pack`."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ascending.to(tl.int64) << 32) | (token.to(tl.int64) ^ _ID_MASK)
@@ -86,7 +86,7 @@ def _list_most_likely(
     NUM_GROUPS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """List the `top_k` most likely of the rank's tokens, or all where there are fewer."""
+    """List the `top_k` most likely of the rank's tokens, or all if there are fewer."""
     floor = tl.full((), -0x7F800001 >> SHIFT, tl.int32)
     zero = tl.zeros((), tl.float32)
     bound = _bound(keys, top_k, floor, own_top)
@@ -150,7 +150,7 @@ def shortlist_kernel(
     logits_row = logits + row * STRIDE
     row_list = lists + row * _LENGTH
     if (own_top <= (-0x7F800001 >> SHIFT)) | (usable == 0):
-        # The rank has no token, or none that is possible, or there is nothing to draw.
+        # The rank has no token, or no possible one, or there is nothing to draw.
         if part == 0:
             _list_of_one(row_list, _EMPTY)
     elif reciprocal == 0:
@@ -187,7 +187,7 @@ def shortlist_kernel(
             best = tl.atomic_max(state_row + _BEST, _LOWEST, sem="acq_rel")
             token = (best & _ID_MASK) ^ _ID_MASK
             x = tl.load(logits_row + token).to(tl.float32)
-            # What min-p or the bound of its noise has kept out has the score of minus infinity.
+            # Tokens excluded by min-p or by the bound of their noise have a score of minus infinity.
             _list_of_one(row_list, tl.where((best >> 32) > -0x7F800001, _entry(x, first_token + token), _EMPTY))
 
 
@@ -209,8 +209,8 @@ def draw_listed_kernel(
     ENTRIES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program r: the draw of row r from the lists [RANKS, R, LENGTH]. ENTRIES: of all lists, or the next power of
-    two."""
+    """Program r: the draw of row r from the lists [RANKS, R, LENGTH]. ENTRIES: entries of all lists, rounded up to a
+    power of two."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)

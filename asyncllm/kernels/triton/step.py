@@ -1,4 +1,4 @@
-"""What a captured step reads from the device's own state, and what it says of its results."""
+"""Kernels at the ends of a captured step: inputs from the device's own state, and checks of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRIES = 512
 """Entries of a block table that a program copies at a time."""
 
 ROWS = 256
-"""Rows of `record_tokens` per program: a whole decode batch of the usual size."""
+"""Rows of `record_tokens` per program: a whole decode batch of usual size."""
 
 
 @triton.jit(
@@ -67,7 +67,7 @@ def prepare_decode_kernel(
     tl.store(out_position_ptr + row, tl.where(is_row, position, 0))
     tl.store(out_place_ptr + row, tl.where(is_row, place, -1))
     tl.store(out_kv_len_ptr + row, tl.where(is_row, position + 1, 0).to(tl.int32))
-    # One entry past the row's own: attention reads ahead.
+    # One entry past the row's own, because attention reads ahead.
     count = tl.where(is_row, tl.minimum(position // BLOCK_SIZE + 2, width), 0).to(tl.int32)
     for first in range(0, count, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
@@ -112,7 +112,7 @@ def segments_finite_kernel(
     # Comparisons with NaN are false.
     bad = tl.sum(1 - (tl.abs(x) < float("inf")).to(tl.int32), 0)
     if bad > 0:
-        # The last segment that begins at or before this row; empty ones before it have the same beginning.
+        # The last segment that begins at or before this row; empty segments before it begin at the same row.
         low, high = segments * 0, segments
         while low < high:
             middle = (low + high + 1) // 2
