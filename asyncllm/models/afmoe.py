@@ -1,5 +1,5 @@
-"""Trinity: gated attention, norms around each branch, positions in windows alone, and experts chosen by sigmoids that a
-bias corrects."""
+"""Trinity: gated attention, norms around each branch, rotation only in layers with a window, and experts chosen by
+corrected sigmoid scores."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LAYER = "model.layers.{i}"
 
 @register(ApertusForCausalLM="Apertus 8B, 70B")
 class Apertus(DecoderLM):
-    # The bound of xIELU's exponent is -1e-6 in all files: it keeps training from a division, and changes no result.
+    # The bound of xIELU's exponent is -1e-6 in all files: it avoids a division in training, and changes no result.
     weights = (
         LLAMA_WEIGHTS.without(f"{_LAYER}.mlp.gate_proj")
         .replaced(

@@ -1,4 +1,4 @@
-"""Arcee's AFM: Llama without a gate, whose MLP squares what is positive."""
+"""Arcee's AFM: Llama with a plain MLP and squared ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Baichuan: Llama with q, k and v in one tensor, 13B with ALiBi; Baichuan2's head has rows of length 1."""
+"""Baichuan: Llama with q, k and v in one tensor; 13B uses ALiBi; the rows of Baichuan2's head have length 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncllm.models.registry import register
 __all__ = ["Baichuan", "NormalizedOutputEmbedding"]
 
 FIRST_VOCAB_SIZE = 64000
-"""Of Baichuan; Baichuan2 has 125,696 tokens, and nothing else in config.json tells them apart."""
+"""Vocabulary size of Baichuan. Baichuan2 has 125,696 tokens, and nothing else in config.json distinguishes them."""
 
 LAYERS_OF_13B = 40
 
@@ -25,7 +25,7 @@ class BaichuanConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 class NormalizedOutputEmbedding(OutputEmbedding):
-    """An output embedding whose rows are scaled to length 1 as they are loaded, or its columns with axis 0."""
+    """An output embedding whose rows, or with axis 0 its columns, are scaled to length 1 when they are loaded."""
 
     def __init__(self, hidden_size: int, vocab_size: int, *, axis: int = 1) -> None:
         super().__init__(hidden_size, vocab_size)
@@ -56,13 +56,13 @@ class Baichuan(Llama):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> BaichuanConfig:
         hf.expect("hidden_act", "silu")
-        # The 13B models have no rotary positions, and so another name for how many there are.
+        # The 13B models have no rotary positions, and therefore another name for the number of positions.
         alibi = hf.fields.get("max_position_embeddings") is None or hf.integer("num_hidden_layers") == LAYERS_OF_13B
         fields = hf.named({"model_max_length": "max_position_embeddings"} if alibi else {}).decoder(
             architecture, max_position=4096, rotary=not alibi
         )
         slopes = alibi_slopes(fields["num_heads"]) if alibi else ()
-        # The class of Baichuan 7B is spelled BaiChuan; its continuations keep that, whatever their vocabulary.
+        # The class of Baichuan 7B is spelled BaiChuan; models derived from it keep that, whatever their vocabulary.
         first = architecture == "BaiChuanForCausalLM" or fields["vocab_size"] == FIRST_VOCAB_SIZE
         return BaichuanConfig(**fields, alibi=slopes, normalized_head=not first)
 

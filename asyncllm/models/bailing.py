@@ -1,5 +1,5 @@
-"""Ling and Ring, the first two generations: GLM-4.5's computation under names of their own; the first had no norms of
-heads, turned whole heads and chose experts by their softmax, and its head has columns of length 1."""
+"""Ling and Ring, the first two generations: GLM-4.5's computation under other names. The first generation has no head
+norms, rotates whole heads, chooses experts by softmax, and has a head with columns of length 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in most layers, attention with half of each head turned in the others."""
+"""Bamba: Mamba-2 in most layers, attention with half of each head rotated in the others."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WORDS = {
     "seq_length": "max_position_embeddings",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Entries of its own -> their usual names."""
+"""BLOOM's names of entries -> the usual names."""
 
 
 @register(BloomForCausalLM="BLOOM 560M to 176B, BLOOMZ")

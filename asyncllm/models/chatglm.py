@@ -1,4 +1,4 @@
-"""ChatGLM2, ChatGLM3, GLM-4-9B and CodeGeeX4 under the names of their own code: GLM with q, k and v in one tensor."""
+"""ChatGLM2, ChatGLM3, GLM-4-9B and CodeGeeX4 with their original names: GLM with q, k and v in one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J with q, k and v in one tensor, as four devices had them."""
+"""CodeGen: GPT-J with q, k and v in one tensor, in the layout of its four training devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Command R: attention and MLP side by side under one layer norm without bias, scaled logits, neighbours turned."""
+"""Command R: parallel attention and MLP under one layer norm without bias, scaled logits, rotation of neighbouring
+pairs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Cohere(DecoderLM):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        # Command R says max_position_embeddings = 8192 of buffers in its own code, and the context as the latter.
+        # In Command R, max_position_embeddings = 8192 is a buffer size of its own code, and model_max_length is the
+        # context.
         hf = hf.named({"layer_norm_eps": "rms_norm_eps", "model_max_length": "max_position_embeddings"})
         hf.expect("hidden_act", "silu")
         bias = hf.flag("attention_bias", False)

@@ -1,4 +1,4 @@
-"""Command R7B and A: Command R with windows, and layers without positions between."""
+"""Command R7B and Command A: Command R with sliding layers, and layers without rotation in between."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class Cohere2(Cohere):
         every = hf.integer("sliding_window_pattern", 4)
         sliding = [(layer + 1) % every != 0 for layer in range(config.num_layers)]
         windows = hf.windows(config.num_layers, hf.optional_integer("sliding_window", 4096), sliding)
-        # Only what slides is turned: the other layers see no positions.
+        # Only sliding layers are rotated; the others see no positions.
         ropes = tuple(None if window is None else config.rope for window in windows)
         return msgspec.structs.replace(config, windows=windows, layer_ropes=ropes)

@@ -1,4 +1,4 @@
-"""Code World Model: Llama whose layers slide, all but every fourth."""
+"""Code World Model: Llama with a sliding window in all layers but every fourth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DBRX: layer norms without biases, bounded queries, keys and values, all experts of a layer in one tensor."""
+"""DBRX: layer norms without biases, clipped queries, keys and values, all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Dbrx(DecoderLM):
             {"num_key_value_heads": attention.integer("kv_n_heads", 1), "intermediate_size": size}
         ).decoder(architecture, theta=theta, norm_eps=1e-5)
         count = ffn.integer("moe_num_experts", 4, maximum=MAX_EXPERTS)
-        # Without this entry the weights of the chosen experts stay what they are among all.
+        # Without this entry the weights of the chosen experts are not renormalised.
         renormalize = ffn.fields.get("moe_normalize_expert_weights", 1.0) is not None
         experts = ExpertsConfig(
             layers=frozenset(range(fields["num_layers"])),
@@ -79,7 +79,7 @@ class Dbrx(DecoderLM):
 
 
 def _inner(hf: HFConfig, key: str) -> HFConfig:
-    """Return an object of the file as a config of its own."""
+    """Return a nested object of the file as a config."""
     fields = hf.fields.get(key) or {}
     if not isinstance(fields, dict):
         hf.invalid(key, "where an object belongs")

@@ -1,4 +1,4 @@
-"""DeepSeek-MoE-16B: Llama with sparse experts behind the first layers, and some that all tokens share."""
+"""DeepSeek-MoE-16B: Llama with sparse experts after the first layers, and shared experts."""
 
 from __future__ import annotations
 

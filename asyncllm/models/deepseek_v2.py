@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2.5, V2-Lite: experts chosen by softmax, of the best groups of them in the large ones."""
+"""DeepSeek-V2, V2.5 and V2-Lite: experts chosen by softmax; in the large models, from the best groups."""
 
 from __future__ import annotations
 

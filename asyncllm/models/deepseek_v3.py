@@ -1,4 +1,4 @@
-"""DeepSeek-V3, V3.1 and R1, and Kimi-K2, whose files have their layout: experts chosen by corrected sigmoids."""
+"""DeepSeek-V3, V3.1, R1 and Kimi-K2, which has the same layout: experts chosen by corrected sigmoid scores."""
 
 from __future__ import annotations
 

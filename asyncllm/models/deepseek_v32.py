@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2 in contexts as long as what its index chooses: its queries attend to all tokens there, as DeepSeek-V3's
-do."""
+"""DeepSeek-V3.2, in contexts no longer than what its index selects: there queries attend to all tokens, as in
+DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class DeepseekV32(DeepseekV3):
         config = DeepseekV3.configure(hf.changed({"first_k_dense_replace": dense}), architecture)
         if config.dynamic_rope_from is not None:
             hf.unsupported("index_topk", "Dynamic rotary scaling asks for contexts beyond it. Leave the scaling out.")
-        # Beyond these tokens queries attend to some alone.
+        # Beyond this number of tokens, queries attend to a selection only.
         chosen = hf.integer("index_topk", 2048, maximum=MAX_POSITION)
         return msgspec.structs.replace(config, max_position=min(config.max_position, chosen))

@@ -43,7 +43,7 @@ class Dots1(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        # Published files give the name of the method here.
+        # Published files have the name of the method here.
         hf.expect("scoring_func", "sigmoid", "noaux_tc")
         hf.expect("topk_method", "noaux_tc")
         fields = hf.decoder(architecture)

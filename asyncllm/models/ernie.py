@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama whose rotation pairs neighbouring features."""
+"""ERNIE 4.5, dense: Llama with rotation of neighbouring pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts, chosen by corrected softmax scores, and some that all tokens share."""
+"""ERNIE 4.5 with experts chosen by corrected softmax scores, and shared experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ErnieMoE(DecoderLM):
             **DEEPSEEK_EXPERTS,
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
         }
-        # They guess the tokens after the next one.
+        # These layers predict tokens beyond the next one.
     ).setting_aside(*(f"model.mtp_{part}.{{i}}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))
     tiny: ClassVar[dict[str, Any]] = {
         **Ernie.tiny,

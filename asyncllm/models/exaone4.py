@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind each branch and of each head, a window and positions in three of four layers."""
+"""EXAONE 4: norms after each branch and of each head; a window and rotation in three of four layers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Exaone4(Olmo2):
         num_layers, window = fields["num_layers"], hf.optional_integer("sliding_window", 4096)
         fields["windows"] = hf.windows(num_layers, window, _sliding(hf, num_layers))
         if window is None:
-            # The smaller models attend to everything, with positions in every layer.
+            # The smaller models attend to the whole context, with rotation in every layer.
             return ModelConfig(**fields, qk_norm="head")
         ropes = tuple(None if window is None else fields["rope"] for window in fields["windows"])
         return ModelConfig(**fields, layer_ropes=ropes, qk_norm="head")
 
 
 def _sliding(hf: HFConfig, num_layers: int) -> list[bool]:
-    """Return which layers slide, by the pattern: a number, every so many layers one is global, or letters L and G that
-    repeat, the last layer always global."""
+    """Return which layers slide, by the pattern: a number n, where every nth layer is global, or a repeated string of
+    letters L and G, where the last layer is always global."""
     pattern = hf.fields.get("sliding_window_pattern", 4)
     if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
         return [layer < num_layers - 1 and pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""K-EXAONE: EXAONE 4's attention behind norms, and DeepSeek-V3's choice of experts."""
+"""K-EXAONE: EXAONE 4's attention with pre-norms, and DeepSeek-V3's choice of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ExaoneMoE"]
 
 @register(ExaoneMoeForCausalLM="K-EXAONE 236B-A23B", ExaoneMoEForCausalLM="K-EXAONE 236B-A23B, its first files")
 class ExaoneMoE(DecoderLM):
-    # Its layer that guesses further tokens is left out.
+    # Its layer that predicts further tokens is not loaded.
     weights = Glm4MoE.weights.replaced(
         {"model.layers.{i}.mlp.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
     ).setting_aside("mtp")

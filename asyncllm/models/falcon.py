@@ -1,4 +1,4 @@
-"""Falcon: one or several KV heads, attention and MLP side by side under one norm or two; RW one after the other, with
+"""Falcon: one or several KV heads, parallel attention and MLP under one norm or two; RW has sequential branches and
 ALiBi."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = {
     "ffn_hidden_size": "intermediate_size",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Entries of its own -> their usual names."""
+"""Falcon's names of entries -> the usual names."""
 
 
 @register(
@@ -61,7 +61,7 @@ class Falcon(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf = hf.named(WORDS)
         alibi, bias = hf.flag("alibi", False), hf.flag("bias", False)
-        # The first files of the 40B say n_head_kv where later ones say that the architecture is new.
+        # The first files of the 40B model have n_head_kv where later ones have new_decoder_architecture.
         grouped = hf.flag("new_decoder_architecture", "n_head_kv" in hf.fields)
         parallel = hf.flag("parallel_attn", True) or grouped
         shared = not grouped or hf.integer("num_ln_in_parallel_attn", 2, maximum=2) == 1

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, and a multiplier nearly everywhere."""
+"""Falcon-H1: attention and Mamba-2 in parallel in every layer, with multipliers nearly everywhere."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LAYER = "model.layers.{i}"
 
 class FalconH1Config(MambaConfig, frozen=True, kw_only=True):
     attention_scales: tuple[float, float]
-    """Of what attention is given, and of what it gives."""
+    """Factors of attention's input and output."""
     mamba_scales: tuple[float, float]
-    """The same of Mamba-2."""
+    """Factors of Mamba-2's input and output."""
     mamba_multipliers: tuple[float, ...]
-    """As `ScaledMamba2` has them."""
+    """See `ScaledMamba2`."""
     mamba_gate: Gate
     mamba_out_bias: bool
     mlp_scales: tuple[float, ...]
-    """Of the gate, and of the result."""
+    """Factors of the gate and of the result."""
 
 
 @register(FalconH1ForCausalLM="Falcon-H1 0.5B to 34B")

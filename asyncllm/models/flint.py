@@ -1,4 +1,5 @@
-"""Flint: Qwen3-MoE with sinks, experts weighed by sigmoids, one for all tokens, and positions in windows alone."""
+"""Flint: Qwen3-MoE with sinks, experts weighted by sigmoids, one shared expert, and rotation only in layers with a
+window."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Flint(DecoderLM):
         .replaced(QWEN3_WEIGHTS.rows)
         .replaced(
             {
-                # As published, and as transformers writes it.
+                # As published, and as written by transformers.
                 "model.layers.{i}.self_attn.softmax_offset": "layers.{i}.attn.sinks:sinks",
                 "model.layers.{i}.self_attn.sinks": "layers.{i}.attn.sinks:sinks",
             }

@@ -31,7 +31,7 @@ class Gemma(DecoderLM):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        # The first files say "gelu" where the released weights were trained with the approximation.
+        # The first files say "gelu", but the released weights were trained with the tanh approximation.
         for key in ("hidden_act", "hidden_activation"):
             hf.expect(key, "gelu_pytorch_tanh", "gelu")
         hf.expect("use_bidirectional_attention", False)

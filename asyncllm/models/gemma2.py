@@ -43,7 +43,7 @@ class Gemma2(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
-        # Released files say "gelu" here, and mean the approximation that hidden_activation names.
+        # Released files say "gelu" here, but mean the approximation that hidden_activation names.
         hf.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
         hf.expect("use_bidirectional_attention", False)
         fields = hf.decoder(architecture, max_position=8192, head_dim=256, tied=True)

@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2's norms, norms of each head, no caps, and rotations of their own in the sliding layers."""
+"""Gemma 3, text: Gemma 2's norms, head norms, no caps, and separate rotations for sliding layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Gemma3", "local_rope_of"]
 
 
 def local_rope_of(hf: HFConfig, architecture: str) -> RopeConfig:
-    """Return the rotation of the layers with a window, which is not scaled."""
+    """Return the rotation of layers with a window, which is not scaled."""
     theta = hf.number("rope_local_base_freq", 1e4)
     local = hf.of_layers("sliding_attention").changed(
         {"rope_theta": theta, "rope_scaling": None}, rope_scaling_factor=0.0
@@ -54,13 +54,13 @@ class Gemma3(Gemma2):
         for key in ("hidden_activation", "hidden_act"):
             hf.expect(key, "gelu_pytorch_tanh")
         hf.expect("use_bidirectional_attention", False)
-        # transformers reads it and caps nothing.
+        # transformers reads this entry but caps nothing.
         hf.expect("attn_logit_softcapping")
-        # Files that also hold a vision model leave out what is as in its text model's class.
+        # Files that also hold a vision model omit entries that equal the defaults of the text model's class.
         usual = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         hf = hf.changed({key: hf.fields.get(key) or value for key, value in usual.items()})
         fields = hf.of_layers("full_attention").decoder(architecture, max_position=131072, theta=1e6, tied=True)
-        # Their 128 Ki positions are those behind the scaling.
+        # Their 128 Ki positions already include the scaling.
         fields["max_position"] = hf.integer("max_position_embeddings", 131072)
         num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
         pattern, window = hf.integer("sliding_window_pattern", 6), hf.optional_integer("sliding_window", 4096)

@@ -1,5 +1,5 @@
-"""Gemma 3n, text: four residual streams, a product of low rank beside attention, sparse MLPs in the first layers, and
-what Gemma 4 has of it."""
+"""Gemma 3n, text: four residual streams, a low-rank product parallel to attention, sparse MLPs in the first layers, and
+the features that it shares with Gemma 4."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MAX_STREAMS = 64
 
 
 class Gemma3nConfig(LayerInputConfig, frozen=True, kw_only=True):
-    """Streams, and what differs by layer."""
+    """The config of the streams, and settings that differ by layer."""
 
     streams: int
     laurel_rank: int
     mlp_sizes: tuple[int, ...]
     sparsity: tuple[float, ...]
-    """Which share of a layer's gates is expected to be nothing."""
+    """Expected fraction of zeros among a layer's gates."""
 
 
 @register(
@@ -131,7 +131,7 @@ class Gemma3n(LayerInputLM):
         )
 
     def embedded(self, step: StepInputs) -> Tensor:
-        """Return the residual streams in front of the first layer [T, streams * hidden]."""
+        """Return the residual streams before the first layer [T, streams * hidden]."""
         spread: Tensor = self.spread(super().embedded(step), step)
         return spread
 

@@ -1,5 +1,5 @@
-"""Gemma 4, text: Gemma 3's blocks with plain norms, normalised values, heads of another size in the layers that see the
-whole context, keys and values that the last layers share, and embeddings of each layer's own."""
+"""Gemma 4, text: Gemma 3's blocks with plain norms, normalised values, heads of a different size in global layers, keys
+and values shared by the last layers, and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Gemma4"]
 
 
 class Gemma4Config(LayerInputConfig, frozen=True, kw_only=True):
-    """Heads of layers without a window."""
+    """The config, with the heads of layers without a window."""
 
     full_head_dim: int
     full_kv_heads: int
     keys_as_values: bool
-    """In layers without a window."""
+    """Whether keys serve as values, in layers without a window."""
     wide_mlp: bool
-    """Whether the MLPs of layers that read another's are twice as wide."""
+    """Whether the MLPs of layers that read another layer's keys and values are twice as wide."""
 
 
 @register(
@@ -83,7 +83,7 @@ class Gemma4(LayerInputLM):
     def configure(hf: HFConfig, architecture: str) -> Gemma4Config:
         hf = text_part(hf)
         hf.expect("hidden_activation", "gelu_pytorch_tanh")
-        # Of images' tokens.
+        # This concerns image tokens.
         hf.expect("use_bidirectional_attention", False, "vision")
         ropes = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -101,7 +101,7 @@ class Gemma4(LayerInputLM):
         full = _full_heads(hf, fields)
         full_rope = full.of_layers("full_attention").decoder(architecture, partial_rotary=1.0)
         bias = hf.flag("attention_bias", False)
-        # Gemma 4 12B has no such entry, and no inputs of layers.
+        # Gemma 4 12B has no such entry, and no per-layer inputs.
         size = hf.integer("hidden_size_per_layer_input", 0 if "Unified" in architecture else 256, minimum=0)
         return Gemma4Config(
             **fields,
@@ -168,8 +168,8 @@ def _experts(hf: HFConfig, num_layers: int) -> ExpertsConfig:
 
 
 def _full_heads(hf: HFConfig, fields: dict[str, Any]) -> HFConfig:
-    """Return the file as layers without a window read it: their heads are given in entries of their own, or by layer
-    where transformers has written it."""
+    """Return the file as read by layers without a window: their heads have separate entries, or entries by layer in
+    files written by transformers."""
     by_layer = hf.fields.get("per_layer_config")
     if by_layer is None:
         heads = {"head_dim": hf.integer("global_head_dim", 512)}

@@ -1,4 +1,4 @@
-"""GLM-4-9B: Llama that turns half of each head, in pairs of neighbours, with gate and up in one tensor."""
+"""GLM-4-9B: Llama with half of each head rotated, in neighbouring pairs, and gate and up in one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1: GLM-4-9B with norms behind each branch too."""
+"""GLM-4-0414 and GLM-Z1: GLM-4-9B with additional norms after each branch."""
 
 from __future__ import annotations
 

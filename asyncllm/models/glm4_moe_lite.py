@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's computation with defaults of its own."""
+"""GLM-4.7-Flash: DeepSeek-V3's computation with other defaults."""
 
 from __future__ import annotations
 

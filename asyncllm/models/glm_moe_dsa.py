@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's computation with defaults of its own, and layers that share an index."""
+"""GLM-5: DeepSeek-V3.2's computation with other defaults, and layers that share an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, a plain MLP, and weights that are stored transposed."""
+"""GPT-2: learned positions, layer norms, a plain MLP, and weights stored transposed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {
     "n_positions": "max_position_embeddings",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Entries of its own -> their usual names."""
+"""GPT-2's names of entries -> the usual names."""
 
 GPT2_WEIGHTS = WeightMap(
     {

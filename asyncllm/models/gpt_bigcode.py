@@ -1,4 +1,4 @@
-"""GPTBigCode: GPT-2 with one KV head, and weights that are stored as linear layers have them."""
+"""GPTBigCode: GPT-2 with one KV head, and weights stored untransposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 with scores that are not scaled, no biases in front of attention, and windows in every other layer."""
+"""GPT-Neo: GPT-2 with unscaled scores, no biases before attention, and windows in every other layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = {
     "num_heads": "num_attention_heads",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Entries of its own -> their usual names."""
+"""GPT-Neo's names of entries -> the usual names."""
 
 
 @register(GPTNeoForCausalLM="GPT-Neo 125M, 1.3B, 2.7B, TinyStories")
@@ -67,7 +67,7 @@ class GPTNeo(DecoderLM):
 
 
 def _local_layers(hf: HFConfig, num_layers: int) -> list[bool]:
-    """Read whether each layer has a window, from pairs of kinds of layers and how often they come."""
+    """Return whether each layer has a window, from pairs of layer kinds and repetitions."""
     kinds: list[str] = []
     pairs = hf.fields.get("attention_types") or [[["global", "local"], num_layers // 2]]
     try:

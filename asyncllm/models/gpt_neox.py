@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side under a norm each, a quarter of each head turned."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with a norm each, a quarter of each head rotated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
 }
-"""Entries of its own -> their usual names."""
+"""GPT-NeoX's names of entries -> the usual names."""
 
 
 @register(GPTNeoXForCausalLM="GPT-NeoX-20B, Pythia, Dolly, RedPajama-INCITE")

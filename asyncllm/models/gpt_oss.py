@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, a window in every other layer, and experts with biases and a gate of their own."""
+"""gpt-oss: sinks, a window in every other layer, and experts with biases and a special gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.models.registry import register
 __all__ = ["GptOss"]
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-"""The rotation of a file that names none."""
+"""The rotation of files that do not specify one."""
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP side by side under one layer norm, neighbours turned in a part of each head."""
+"""GPT-J: parallel attention and MLP under one layer norm, neighbouring pairs rotated in a part of each head."""
 
 from __future__ import annotations
 

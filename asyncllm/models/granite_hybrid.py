@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 in most layers, attention in the others, Granite's multipliers, and a shared MLP beside experts,
-or alone."""
+"""Granite 4: Mamba-2 in most layers, attention in the others, Granite's multipliers, and a shared MLP with or without
+experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite 3 with experts: Granite's multipliers, all experts of a layer in one tensor, and maybe a shared MLP."""
+"""Granite 3 with experts: Granite's multipliers, all experts of a layer in one tensor, and optionally a shared MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite with sinks, a window in most layers, and rotary bases of each layer's own."""
+"""Granite with sinks, a window in most layers, and rotary bases by layer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class GraniteSWA(Granite):
 
 
 def _usual(hf: HFConfig) -> HFConfig:
-    """Return the file with what it leaves out."""
+    """Return the file with its omitted entries filled in."""
     usual = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     return hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
 
 
 def with_windows(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    """Return the model with sinks, and with each layer's own window and positions. Raises InvalidCheckpoint,
+    """Return the model with sinks, and with each layer's own window and rotation. Raises InvalidCheckpoint,
     UnsupportedModel."""
     num_layers = base.num_layers
     window = hf.optional_integer("sliding_window", 128)

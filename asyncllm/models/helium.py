@@ -1,4 +1,4 @@
-"""Helium: Llama with neighbouring features turned together."""
+"""Helium: Llama with rotation of neighbouring pairs."""
 
 from __future__ import annotations
 

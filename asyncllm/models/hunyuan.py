@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama with norms of each head's queries and keys behind the rotation."""
+"""Hunyuan, dense: Llama with norms of each head's queries and keys after the rotation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Hunyuan(DecoderLM):
 
 
 def _with_base(hf: HFConfig) -> HFConfig:
-    """Return the file with a larger rotary base in the place of `alpha`, which is what it stands for, at any length."""
+    """Return the file with the larger rotary base that `alpha` stands for, at any length, instead of `alpha`."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = hf.fields.get(key)
         if isinstance(rope, dict) and rope.get("alpha") and rope.get("rope_type", rope.get("type")) == "dynamic":

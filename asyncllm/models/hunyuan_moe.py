@@ -1,4 +1,4 @@
-"""Hunyuan with experts (A13B): Hunyuan's attention, experts in every layer, and one that all tokens share."""
+"""Hunyuan with experts (A13B): Hunyuan's attention, experts in every layer, and a shared expert."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HunyuanMoE(DecoderLM):
 
 
 def _of_all_layers(hf: HFConfig, key: str, usual: int | None) -> Any:
-    """Return a number, which files may give once for each layer."""
+    """Return a number, which files may give as a list with one entry per layer."""
     value = hf.fields.get(key)
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         return value[0]

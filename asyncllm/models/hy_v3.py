@@ -1,4 +1,4 @@
-"""Hunyuan 3: Qwen3's attention, and experts chosen by sigmoids that a bias corrects, behind one dense layer."""
+"""Hunyuan 3: Qwen3's attention, and experts chosen by corrected sigmoid scores, after one dense layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HyperCLOVA X: Granite's multipliers, of which that of the logits multiplies, and norms behind each branch too."""
+"""HyperCLOVA X: Granite's multipliers, except that logits are multiplied, not divided; and additional norms after each
+branch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["HyperCLOVAX"]
 
 class HyperCLOVAXConfig(ModelConfig, frozen=True, kw_only=True):
     post_norms: bool
-    """Whether there are norms behind the branches."""
+    """Whether there are norms after the branches."""
 
 
 @register(HyperCLOVAXForCausalLM="HyperCLOVA X SEED Think 14B")

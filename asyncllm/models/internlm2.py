@@ -1,4 +1,4 @@
-"""InternLM2 and 2.5: Llama's computation under other names, with q, k and v in one tensor grouped by KV head."""
+"""InternLM2 and 2.5: Llama under other names, with q, k and v in one tensor, grouped by KV head."""
 
 from __future__ import annotations
 

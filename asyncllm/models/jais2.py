@@ -1,4 +1,4 @@
-"""Jais 2: layer norms and biases, and an MLP without a gate that squares what is positive."""
+"""Jais 2: layer norms and biases, and a plain MLP with squared ReLU."""
 
 from __future__ import annotations
 

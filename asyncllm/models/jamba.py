@@ -1,4 +1,4 @@
-"""Jamba: Mamba in most layers, attention without positions in the others, and experts in every other one."""
+"""Jamba: Mamba in most layers, attention without positions in the others, and experts in every other layer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SCAN = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_proj_bias": "use_bias",
 }
-"""Entries that Mamba has under other names."""
+"""Jamba's names of entries -> Mamba's."""
 
 
 class JambaConfig(ScanConfig, frozen=True, kw_only=True):
     attending: frozenset[int]
-    """Layers with attention."""
+    """The layers with attention."""
     mamba_size: int
-    """How many features the states of the others follow."""
+    """Number of features with a state in the other layers."""
 
 
 @register(JambaForCausalLM="Jamba v0.1, 1.5 and 1.6 Mini and Large, Jamba Reasoning 3B")

@@ -40,15 +40,15 @@ LFM2_WEIGHTS = WeightMap(
 
 class Lfm2Config(ModelConfig, frozen=True, kw_only=True):
     conv_layers: frozenset[int]
-    """Those without attention."""
+    """The layers without attention."""
     conv_length: int
-    """How many tokens a convolution sees, the newest included."""
+    """Number of tokens that a convolution sees, including the newest."""
     conv_bias: bool
-    """Of the convolution and of the products around it."""
+    """Whether the convolution and the products around it have biases."""
 
 
 def lfm2_fields(hf: HFConfig, architecture: str) -> dict[str, Any]:
-    """Return the entries that files of LFM2 with and without experts have in common."""
+    """Return the entries common to files of LFM2 with and without experts."""
     named = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     fields = hf.named(named).decoder(architecture, max_position=128000, theta=1e6, norm_eps=1e-5, tied=True)
     num_layers = fields["num_layers"]

@@ -1,4 +1,4 @@
-"""LFM2 with experts, behind some dense layers."""
+"""LFM2 with experts after some dense layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1 and 3.2, and what computes as they do: Code Llama, Vicuna, Yi, Aquila, XVERSE."""
+"""Llama 1, 2, 3, 3.1 and 3.2, and models with the same computation: Code Llama, Vicuna, Yi, Aquila, XVERSE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4, text: layers that attend within chunks, layers without positions, and experts that read scaled inputs."""
+"""Llama 4, text: layers that attend within chunks, layers without rotation, and experts that read scaled inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Llama4(DecoderLM):
         if any(kind not in ("chunked_attention", "full_attention") for kind in kinds):
             hf.unsupported("layer_types", "Supported: 'chunked_attention', 'full_attention'.")
         chunk = hf.optional_integer("attention_chunk_size", 8192)
-        # The published files say 4 for true.
+        # The published files have 4 instead of true.
         tuned = hf.fields.get("attn_temperature_tuning", True)
         if not isinstance(tuned, int):
             hf.invalid("attn_temperature_tuning", "where true or false belongs")

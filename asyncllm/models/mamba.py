@@ -1,4 +1,4 @@
-"""Mamba and Falcon Mamba: selective state spaces alone, without attention and MLPs."""
+"""Mamba and Falcon Mamba: selective state spaces only, without attention or MLPs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["RECURRENT_WEIGHTS", "MambaLM", "ScanConfig", "recurrent_fields", "sc
 _MIXER = "backbone.layers.{i}.mixer"
 
 _MAX_POSITION = 2**20
-"""States take contexts of any length; so long ones take no memory of block tables worth naming."""
+"""States support contexts of any length; up to this one, block tables take little memory."""
 
 RECURRENT_WEIGHTS = WeightMap(
     {
         "backbone.embeddings": "embed",
-        # Of the authors' own files.
+        # Names in the authors' own files.
         "backbone.embedding": "embed",
         "backbone.layers.{i}.norm": "layers.{i}.norm",
         f"{_MIXER}.in_proj": "layers.{i}.attn.inputs",
@@ -39,22 +39,22 @@ RECURRENT_WEIGHTS = WeightMap(
 
 
 class ScanConfig(ModelConfig, frozen=True, kw_only=True):
-    """Of a decoder with layers of the first Mamba."""
+    """The config of a decoder with layers of the first Mamba."""
 
     state_size: int
-    """Numbers of the state for each feature."""
+    """Numbers in the state of each feature."""
     step_rank: int
-    """Numbers that steps are made of."""
+    """Rank of the map to step sizes."""
     conv_length: int
-    """How many tokens a convolution sees, the newest included."""
+    """Number of tokens that a convolution sees, including the newest."""
     conv_bias: bool
     scan_bias: bool
-    """Of the products around it."""
+    """Whether the products around it have biases."""
 
 
 class MambaLMConfig(ScanConfig, frozen=True, kw_only=True):
     map_norm_eps: float | None
-    """Of norms of what is written, what is read, and steps; None: there are none."""
+    """Epsilon of the norms of the write vectors, read vectors and steps; None: no norms."""
 
 
 @register(MambaForCausalLM="Mamba 130M to 2.8B", FalconMambaForCausalLM="Falcon Mamba 7B")
@@ -99,7 +99,7 @@ class MambaLM(DecoderLM):
 def recurrent_fields(hf: HFConfig, architecture: str, *, tied: bool) -> dict[str, Any]:
     """Return the fields of a ModelConfig without attention. Raises InvalidCheckpoint, UnsupportedModel."""
     hf.expect("hidden_act", "silu")
-    # The width of states. There are no heads: one, which nothing reads, stands for them.
+    # The width of states. There are no heads; a single one stands for them and is never read.
     inner = hf.fields.get("intermediate_size") or int(hf.number("expand", 2) * hf.integer("hidden_size"))
     absent = {"intermediate_size": inner, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
     named = hf.named({"layer_norm_epsilon": "rms_norm_eps"}).changed(absent)
@@ -119,7 +119,7 @@ def scan_fields(hf: HFConfig, hidden_size: int) -> dict[str, Any]:
 
 
 def scan_layer(layer: int, config: ScanConfig, *, inner_size: int, norm: Callable[[int], nn.Module]) -> Mamba:
-    """Make the Mamba of a layer. `inner_size`: how many features its states follow."""
+    """Return the Mamba of a layer. `inner_size`: number of features with a state."""
     return Mamba(
         layer,
         config.hidden_size,

@@ -1,4 +1,4 @@
-"""Mamba-2 and Codestral Mamba: state spaces by head alone, without attention and MLPs."""
+"""Mamba-2 and Codestral Mamba: state spaces by head only, without attention or MLPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {
     "use_conv_bias": "mamba_conv_bias",
     "use_bias": "mamba_proj_bias",
 }
-"""Entries of config.json -> what files of hybrids call them."""
+"""Entries of config.json -> their names in files of hybrids."""
 
 _USUAL = {"num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128}
 

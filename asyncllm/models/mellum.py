@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE's layers, some with a window and positions of their own, and all or some with experts."""
+"""Mellum 2: Qwen3-MoE's layers, some with a window and a rotation of their own, and experts in all or some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Mellum"]
 
 @register(MellumForCausalLM="Mellum 2 12B-A2.5B")
 class Mellum(DecoderLM):
-    # Its layer that guesses further tokens is left out.
+    # Its layer that predicts further tokens is not loaded.
     weights = Qwen3MoE.weights.setting_aside("mtp")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "mellum",

@@ -1,5 +1,5 @@
-"""MiniMax-M2: Mixtral with norms of all heads' queries and keys together, half of each head turned, and experts chosen
-by sigmoids that a bias corrects."""
+"""MiniMax-M2: Mixtral with joint norms of all heads' queries and keys, half of each head rotated, and experts chosen by
+corrected sigmoid scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with queries that grow with their position beyond the original context."""
+"""Ministral 3: Mistral with queries scaled by position beyond the original context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer (v0.1), or none (later versions). Ministral has it in the layers
+"""Mistral: Llama with a sliding window in every layer (v0.1) or none (later versions). Ministral has one in the layers
 that layer_types names."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistral Small 4: DeepSeek's latent attention, whose queries grow as Ministral 3's, and experts chosen by softmax."""
+"""Mistral Small 4: DeepSeek's latent attention with Ministral 3's scaling of queries, and experts chosen by softmax."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mistral4(LatentDecoder):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf = hf.changed({key: value for key, value in _USUAL.items() if key not in hf.fields})
-        # Which part of a query is turned: the parts' sizes say so too.
+        # Which part of a query is rotated; the parts' sizes say so too.
         hf, rope = hf.changed({"partial_rotary_factor": None}), hf.fields.get("rope_parameters")
         if isinstance(rope, dict):
             hf = hf.changed({"rope_parameters": {**rope, "partial_rotary_factor": None}})

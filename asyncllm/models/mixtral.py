@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with sparse experts, the chosen ones' weights renormalised."""
+"""Mixtral: Mistral with sparse experts and renormalised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, bounded queries, keys and values, layer norms and linear layers without biases; Replit has fewer KV
+"""MPT: ALiBi, clipped queries, keys and values, layer norms and linear layers without biases; Replit has fewer KV
 heads."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = {
     "max_seq_len": "max_position_embeddings",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Entries of its own -> their usual names."""
+"""MPT's names of entries -> the usual names."""
 
 
 @register(MptForCausalLM="MPT 7B, 30B", MPTForCausalLM="the first files of MPT; Replit Code 1.5")

@@ -1,4 +1,4 @@
-"""Nemotron: layer norms that store weight - 1, squared ReLU without a gate, a part of each head turned."""
+"""Nemotron: layer norms that store weight - 1, plain MLPs with squared ReLU, a part of each head rotated."""
 
 from __future__ import annotations
 

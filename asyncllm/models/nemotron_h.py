@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention without positions, plain MLPs and plain experts, each in layers of its own."""
+"""Nemotron-H: Mamba-2, attention without positions, plain MLPs and plain experts, each in separate layers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["NemotronH"]
 _MIXER = "backbone.layers.{i}.mixer"
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Of hybrid_override_pattern."""
+"""Letters of hybrid_override_pattern -> layer kinds."""
 
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Names in config.json of what transformers 5 calls otherwise."""
+"""Names in config.json -> names in transformers 5, where they differ."""
 
 
 class NemotronHConfig(MambaConfig, frozen=True, kw_only=True):
     kinds: tuple[str, ...]
-    """Per layer: linear_attention, full_attention, mlp or moe."""
+    """Kind of each layer: linear_attention, full_attention, mlp or moe."""
     latent_size: int | None
-    """Of what experts read, in the place of the whole token."""
+    """Size of the projection that experts read instead of the whole token."""
     least_step: float
-    """Of Mamba-2, below which no token's step is."""
+    """Minimum step size of Mamba-2."""
 
 
 @register(NemotronHForCausalLM="Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B, Super")
@@ -165,7 +165,7 @@ def _kinds(hf: HFConfig) -> tuple[str, ...]:
 
 
 def _experts(hf: HFConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
-    """Return those of the layers with experts. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the experts, if any layer has them. Raises InvalidCheckpoint, UnsupportedModel."""
     if "moe" not in kinds:
         return None
     hf.expect("n_shared_experts", 1)

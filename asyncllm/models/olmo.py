@@ -1,4 +1,4 @@
-"""OLMo 1: Llama with layer norms that have no weights, and bounded queries, keys and values."""
+"""OLMo 1: Llama with layer norms without weights, and clipped queries, keys and values."""
 
 from __future__ import annotations
 

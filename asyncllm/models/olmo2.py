@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind each branch alone, and of all heads' queries and keys together."""
+"""OLMo 2: norms only after each branch, and joint norms of all heads' queries and keys."""
 
 from __future__ import annotations
 

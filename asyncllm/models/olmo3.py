@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a sliding window in three of four layers, whose positions are not scaled."""
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, whose rotation is not scaled."""
 
 from __future__ import annotations
 

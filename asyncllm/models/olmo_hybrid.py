@@ -1,4 +1,4 @@
-"""OLMo Hybrid: gated delta nets behind norms, and in every fourth layer attention with norms behind it, OLMo 3's."""
+"""OLMo Hybrid: gated delta nets with pre-norms and, in every fourth layer, OLMo 3's attention with post-norms."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LAYER = "model.layers.{i}"
 _LINEAR = f"{_LAYER}.linear_attn"
 
 _NORM_EPS = 1e-5
-"""Of the norms of delta nets' heads, whatever rms_norm_eps is."""
+"""Epsilon of the norms of delta nets' heads, regardless of rms_norm_eps."""
 
 
 class OlmoHybridConfig(Qwen3NextConfig, frozen=True, kw_only=True):
     top_weight: float
-    """As of `GatedDeltaNet`."""
+    """See `GatedDeltaNet`."""
 
 
 @register(OlmoHybridForCausalLM="OLMo Hybrid 7B")
@@ -63,7 +63,7 @@ class OlmoHybrid(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("attention_bias", False)
-        # Published files set them to null: no layer sees positions.
+        # Published files set them to null: no layer uses positions.
         rotary = any(hf.fields.get(key) is not None for key in ("rope_theta", "rope_parameters", "rope_scaling"))
         fields = hf.decoder(architecture, max_position=65536, rotary=rotary)
         heads = hf.integer("linear_num_key_heads", fields["num_heads"])
@@ -82,7 +82,7 @@ class OlmoHybrid(DecoderLM):
 
     @property
     def weight_map(self) -> WeightMap:
-        # So transformers writes the first norm of layers with attention, under its name of the others' second one.
+        # transformers writes the first norm of layers with attention under the name of the others' second norm.
         layers = (f"layers.{layer}" for layer in self.config.attending)
         return super().weight_map.replaced(
             {f"model.{layer}.feedforward_layer_norm": f"{layer}.attn_post_norm" for layer in layers}

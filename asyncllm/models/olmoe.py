@@ -1,4 +1,4 @@
-"""OLMoE: Llama with norms of all heads' queries and keys together, and sparse experts."""
+"""OLMoE: Llama with joint norms of all heads' queries and keys, and sparse experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: learned positions behind an offset of 2, layer norms, ReLU; 350M has a narrow table and norms of the stream."""
+"""OPT: learned positions with an offset of 2, layer norms, ReLU; 350M has a narrow table and norms of the stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OPTConfig(ModelConfig, frozen=True, kw_only=True):
     embedding_size: int
     """Width of the tokens' table."""
     norms_stream: bool
-    """Norms are behind the additions, not in front of the branches."""
+    """Whether norms follow the additions instead of preceding the branches."""
 
 
 @register(OPTForCausalLM="OPT 125M to 66B")
@@ -86,7 +86,7 @@ class OPT(DecoderLM):
 
     @property
     def projects(self) -> bool:
-        """Whether the tokens' table is of another width than the model."""
+        """Whether the tokens' table differs in width from the model."""
         return self.config.embedding_size != self.config.hidden_size
 
     @property

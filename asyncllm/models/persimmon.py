@@ -1,4 +1,4 @@
-"""Persimmon: squared ReLU, layer norms, also of each head's queries and keys, half of which is turned."""
+"""Persimmon: squared ReLU, layer norms, including norms of each head's queries and keys, half of each head rotated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2: attention and MLP side by side under one norm, biases everywhere, a part of each head turned."""
+"""Phi-1, 1.5 and 2: parallel attention and MLP under one norm, biases everywhere, a part of each head rotated."""
 
 from __future__ import annotations
 

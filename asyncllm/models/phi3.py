@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Mistral with fused projections, and longrope where the context was extended."""
+"""Phi-3, Phi-3.5 and Phi-4: Mistral with fused projections, and longrope for extended contexts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen, the first generation: Qwen2's computation under other names, with its own ways beyond `seq_length`: queries
-scaled by the logarithm of their position, and rotary bases that grow with the prompt by powers of two."""
+"""Qwen, the first generation: Qwen2 under other names, with its own scaling beyond `seq_length`: queries scaled by the
+logarithm of their position, and rotary bases that grow with the prompt by powers of two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_WORDS = {
     "n_positions": "max_position_embeddings",
     "ffn_hidden_size": "intermediate_size",
 }
-"""Entries of the first files -> those of later ones."""
+"""Names of entries in the first files -> names in later ones."""
 
 
 @register(QWenLMHeadModel="Qwen 1.8B, 7B, 14B, 72B, the first generation")
@@ -72,7 +72,7 @@ class Qwen(Qwen2):
         fields = {
             "vocab_size": hf.fields.get("vocab_size"),
             "hidden_size": hf.integer("hidden_size"),
-            # The projections gate and up have half of it each.
+            # The projections gate and up each have half of it.
             "intermediate_size": hf.integer("intermediate_size", minimum=2) // 2,
             "num_hidden_layers": hf.fields.get("num_hidden_layers"),
             "num_attention_heads": hf.integer("num_attention_heads"),
@@ -93,7 +93,7 @@ class Qwen(Qwen2):
 
 
 def _dtype(hf: HFConfig) -> Any:
-    """Return the type of the weights, which flags say where torch_dtype does not."""
+    """Return the dtype of the weights, from flags if torch_dtype is absent."""
     named = hf.fields.get("dtype") or hf.fields.get("torch_dtype")
     flags = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     return named or next((name for key, name in flags.items() if hf.flag(key, False)), None)

@@ -13,11 +13,11 @@ __all__ = ["Qwen2", "qwen_windows"]
 
 
 def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Return the windows of all Qwen families: off unless use_sliding_window, and then from layer max_window_layers
+    """Return the windows of any Qwen family: none unless use_sliding_window, and then only from layer max_window_layers
     on."""
     sliding_window = hf.optional_integer("sliding_window", 4096)
     if not hf.flag("use_sliding_window", False) or sliding_window is None:
-        # The files of full-attention models name a window all the same, and their layer_types no sliding layer.
+        # The files of models with full attention name a window too, but no sliding layer in their layer_types.
         return hf.windows(num_layers, None, [False] * num_layers)
     first = hf.integer("max_window_layers", 28, minimum=0)
     return hf.windows(num_layers, sliding_window, [layer >= first for layer in range(num_layers)])
@@ -25,7 +25,7 @@ def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
 
 @register(Qwen2ForCausalLM="Qwen1.5, Qwen2, Qwen2.5, QwQ", MiMoForCausalLM="MiMo 7B")
 class Qwen2(DecoderLM):
-    # What MiMo has besides guesses the tokens after the next one.
+    # MiMo's additional layers predict tokens beyond the next one.
     weights = LLAMA_WEIGHTS.setting_aside("model.mtp_layers.{i}")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen2",

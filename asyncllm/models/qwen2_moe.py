@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, sparse experts, and one that all tokens share and weigh."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, sparse experts, and a shared expert weighted per token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Qwen2MoE(DecoderLM):
         num_layers = fields["num_layers"]
         if hf.flag("use_sliding_window", False):
             window, last = hf.integer("sliding_window", 4096), hf.integer("max_window_layers", 28, minimum=0)
-            # Unlike the dense models, these slide in every other layer before the last of them.
+            # Unlike in the dense models, every other layer before the last of these slides.
             sliding = [layer % 2 == 0 and layer < last for layer in range(num_layers)]
             fields["windows"] = hf.windows(num_layers, window, sliding)
         shared = hf.integer("shared_expert_intermediate_size", 5632)

@@ -1,4 +1,4 @@
-"""Qwen3, dense: per-head RMS norms of q and k before the rotation, and heads of a size of their own."""
+"""Qwen3, dense: RMS norms of each head's q and k before the rotation, and an independent head size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-Next's layers, whose delta nets have their projections apart, with an MLP each."""
+"""Qwen3.5: Qwen3-Next's layers with separate projections in the delta nets, and an MLP in each layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ APART = {
     f"{_LINEAR}.in_proj_b": "layers.{i}.attn.weights[beta]",
     f"{_LINEAR}.in_proj_a": "layers.{i}.attn.weights[step]",
 }
-"""Rows of weight tables."""
+"""Rows of a weight table for the separate projections."""
 
 
 @register(Qwen3_5ForCausalLM="Qwen3.5, dense: the text model")
 class Qwen35(Qwen3Next):
-    # Its layer that guesses further tokens is left out.
+    # Its layer that predicts further tokens is not loaded.
     weights = QWEN3_WEIGHTS.replaced({**DELTA_WEIGHTS, **APART}).setting_aside("mtp")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen3_5_text",

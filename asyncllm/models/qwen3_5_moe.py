@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts: its layers, and Qwen3-Next's experts in all of them."""
+"""Qwen3.5 with experts: Qwen3.5's layers with Qwen3-Next's experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Qwen35MoE(Qwen3Next):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        # Weights of experts are always divided by their sum.
+        # Expert weights are always renormalised.
         hf.expect("norm_topk_prob", True)
         hf = hf.changed({"norm_topk_prob": True})
         size, shared_size = (hf.integer(f"{each}_intermediate_size", 512) for each in ("moe", "shared_expert"))

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; sparse experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
+"""Qwen3-MoE: Qwen3's attention; sparse experts in the layers selected by decoder_sparse_step and mlp_only_layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QWEN_EXPERTS = {
 def qwen_experts(
     hf: HFConfig, num_layers: int, *, count: int, per_token: int, size: int, shared_size: int = 0
 ) -> ExpertsConfig:
-    """Return experts as all Qwen families read them; the numbers stand in for keys that are absent."""
+    """Return the experts as all Qwen families read them; the numbers are defaults for absent keys."""
     # transformers 5 writes this count under Mixtral's name.
     num_experts = hf.integer("num_experts", hf.fields.get("num_local_experts", count), maximum=MAX_EXPERTS)
     step = hf.integer("decoder_sparse_step", 1)
@@ -48,7 +48,7 @@ class Qwen3MoE(DecoderLM):
     weights = QWEN3_WEIGHTS.replaced(
         {
             **QWEN_EXPERTS,
-            # So they are where the decoder is Qwen3-VL's: transposed as published, else as transformers 5 writes them.
+            # With a Qwen3-VL decoder they are stacked: transposed as published, otherwise as written by transformers 5.
             "model.layers.{i}.mlp.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_either]",
             "model.layers.{i}.mlp.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked_either]",
         }
@@ -79,7 +79,7 @@ class Qwen3MoE(DecoderLM):
         fields = hf.decoder(architecture, max_position=32768)
         num_layers = fields["num_layers"]
         experts = qwen_experts(hf, num_layers, count=128, per_token=8, size=768)
-        # Unlike the dense models, these slide in every layer or none.
+        # Unlike in the dense models, every layer of these slides or none does.
         sliding = hf.flag("use_sliding_window", False)
         fields["windows"] = hf.windows(num_layers, hf.optional_integer("sliding_window", 4096) if sliding else None)
         bias = hf.flag("attention_bias", False)

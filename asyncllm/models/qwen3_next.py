@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, in every fourth layer gated attention, and experts in all of them."""
+"""Qwen3-Next: gated delta nets and, in every fourth layer, gated attention; experts in all layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DELTA_WEIGHTS = {
     f"{_LINEAR}.norm": "layers.{i}.attn.norm",
     f"{_LINEAR}.out_proj": "layers.{i}.attn.out",
 }
-"""Rows of weight tables that Qwen3-Next and Qwen3.5 have in common."""
+"""Rows of a weight table common to Qwen3-Next and Qwen3.5."""
 
 
 class Qwen3NextConfig(ModelConfig, frozen=True, kw_only=True):
@@ -38,13 +38,13 @@ class Qwen3NextConfig(ModelConfig, frozen=True, kw_only=True):
     delta_head_dim: int
     delta_key_dim: int
     conv_length: int
-    """How many tokens a convolution sees, the newest included."""
+    """Number of tokens that a convolution sees, including the newest."""
 
 
 @register(Qwen3NextForCausalLM="Qwen3-Next-80B-A3B")
 class Qwen3Next(DecoderLM):
     config: Qwen3NextConfig
-    # Its layer that guesses further tokens is left out.
+    # Its layer that predicts further tokens is not loaded.
     weights = (
         Qwen2MoE.weights.replaced(QWEN3_WEIGHTS.rows)
         .replaced(
@@ -102,7 +102,8 @@ class Qwen3Next(DecoderLM):
 
 
 def delta_net(layer: int, config: Qwen3NextConfig, *, norm_eps: float, **options: Any) -> GatedDeltaNet:
-    """Make the delta net of a layer, of what `delta_fields` has read. `options`: others of `GatedDeltaNet`."""
+    """Return the delta net of a layer, from the fields of `delta_fields`. `options`: other arguments of
+    `GatedDeltaNet`."""
     return GatedDeltaNet(
         layer,
         config.hidden_size,
@@ -117,7 +118,7 @@ def delta_net(layer: int, config: Qwen3NextConfig, *, norm_eps: float, **options
 
 
 def delta_fields(hf: HFConfig, num_layers: int) -> dict[str, Any]:
-    """Return the fields of a Qwen3NextConfig that say what its layers attend by. Raises InvalidCheckpoint,
+    """Return the fields of a Qwen3NextConfig for its attention and delta nets. Raises InvalidCheckpoint,
     UnsupportedModel."""
     interval = hf.integer("full_attention_interval", 4)
     by_turns = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer takes no positions."""
+"""SmolLM3: Llama without rotation in every fourth layer."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class SolarOpen(DecoderLM):
         hf.expect("first_k_dense_replace", 0)
         hf.expect("use_qk_norm", False)
         size = hf.integer("moe_intermediate_size", 1280)
-        # Published files name an intermediate_size too, which no layer has.
+        # Published files name an intermediate_size too, which no layer uses.
         fields = hf.changed({"intermediate_size": size}).decoder(
             architecture, max_position=131072, theta=1e6, head_dim=128, norm_eps=1e-5, partial_rotary=1.0
         )

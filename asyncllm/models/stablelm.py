@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms and a part of each head turned; 12B has norms by head, and parallel branches."""
+"""StableLM: Llama with layer norms and a part of each head rotated; 12B has head norms and parallel branches."""
 
 from __future__ import annotations
 

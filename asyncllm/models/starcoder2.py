@@ -1,4 +1,4 @@
-"""StarCoder2: Mistral with layer norms, biases and an MLP without a gate."""
+"""StarCoder2: Mistral with layer norms, biases and a plain MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2 without the norms behind its branches."""
+"""VaultGemma: Gemma 2 without the norms after its branches."""
 
 from __future__ import annotations
 

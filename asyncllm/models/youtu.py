@@ -1,7 +1,7 @@
 """Youtu-LLM: DeepSeek's latent attention, and an MLP in every layer.
 
-The padding token's embedding is what the file has. transformers puts zeros there once the file is read, so that
-`asyncllm debug compare` shows a difference for this token.
+The padding token's embedding is the one in the file. transformers sets it to zero after reading the file, so `asyncllm
+debug compare` shows a difference for this token.
 """
 
 from __future__ import annotations
