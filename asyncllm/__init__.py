@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Now, or importing the modules of these names later would hide the functions.
+# Imported now, since a later import of the modules with these names would hide the functions.
 from asyncllm.pipeline import Pipeline, pipeline
 from asyncllm.serve import client, serve
 

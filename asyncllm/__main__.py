@@ -1,4 +1,4 @@
-"""`python -m asyncllm` is `asyncllm`."""
+"""Make `python -m asyncllm` run `asyncllm`."""
 
 from __future__ import annotations
 

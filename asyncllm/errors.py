@@ -151,7 +151,7 @@ class EngineDead(EngineError):
 
 
 class QueueFull(EngineError):
-    """Too many requests or tokens wait already. `retry_after`: seconds until there should be room."""
+    """Too many requests or tokens are waiting. `retry_after`: seconds until there should be room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -159,12 +159,13 @@ class QueueFull(EngineError):
 
 
 class RequestFailed(EngineError):
-    """One request failed, or a step that it had a row in, and the others go on. `__cause__` is the error behind it, if
-    there is one."""
+    """One request failed, or a step that it was part of; other requests continue. `__cause__` is the underlying error,
+    if
+    any."""
 
 
 class DeadlineExceeded(RequestFailed, TimeoutError):
-    """The request's `timeout` was over before its answer was complete."""
+    """The request's `timeout` passed before its answer was complete."""
 
 
 class ServerError(AsyncLLMError, RuntimeError):
@@ -198,13 +199,13 @@ def short(name: object) -> str:
     try:
         text = repr(name)
     except ValueError:
-        # Python refuses to write an integer of more than 4,300 digits.
+        # Python refuses to format an integer of more than 4,300 digits.
         text = f"<{type(name).__name__} too long to write>"
     return text if len(text) <= 160 else f"{text[:150]}...{text[-1]}"
 
 
-# An error refers through its traceback to the frames that it passed, and these refer to the prompt, the request and
-# the error itself. Keeping such an error makes a cycle that only the garbage collector frees; these two avoid it.
+# An error refers through its traceback to the frames it passed, and these refer to the prompt, the request and the
+# error itself. Keeping such an error makes a cycle that only the garbage collector frees; these two functions avoid it.
 
 
 def unraised(error: Kept, *, cause: bool) -> Kept:
@@ -217,7 +218,7 @@ def unraised(error: Kept, *, cause: bool) -> Kept:
 
 def _remade(kind: type[Kept], args: tuple[typing.Any, ...], attributes: dict[str, typing.Any]) -> Kept:
     """Return an error with these arguments and attributes."""
-    # A class's own __init__ may take other arguments than `args`, so the built-in base class makes the error.
+    # A class's own __init__ may take other arguments than `args`, so the built-in base class creates the error.
     base: type[BaseException] = kind
     while "__new__" not in vars(base):
         assert base.__base__ is not None
@@ -229,7 +230,8 @@ def _remade(kind: type[Kept], args: tuple[typing.Any, ...], attributes: dict[str
 
 
 def detached(error: Kept) -> Kept:
-    """Return `error` with its own traceback as a note, and without the tracebacks of it and its causes: even a cleared
+    """Return `error` with its own traceback as a note, and remove the tracebacks of it and its causes, since even a
+    cleared
     frame refers to its callers."""
     error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""From what a user calls a model to the folder that holds it: a bundled name, a folder, or a hub id."""
+"""Find the folder of a model from a bundled name, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncllm.text.checkpoint_files import classes_of, read_json_object
 __all__ = ["BUNDLED", "GGUF_ADVICE", "WHOLE_MODULES", "locate", "locate_adapter", "own_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
-"""Models inside the package, under `asyncllm/assets`."""
+"""Models in the package, under `asyncllm/assets`."""
 BUNDLED_ADAPTERS = ("tiny-lora",)
-"""Adapters for tiny-chat, likewise."""
+"""Adapters for tiny-chat, in the same place."""
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
-# What the engine reads, at the top of the repository: no pickles, no code, and no second copy of the weights in
-# another naming (consolidated.safetensors, original/, onnx/).
+# The files that the engine reads, at the top of the repository: no pickles, no code, and no second copy of the weights
+# under other names (consolidated.safetensors, original/, onnx/).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.jinja", "*.txt")
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
@@ -30,15 +30,15 @@ WHOLE_MODULES = (
     *("non_lora_trainables.bin", "mm_projector.bin", "vit.safetensors", "vpm_resampler_embedtokens.pt"),
     *("new_embeddings.safetensors", "new_embeddings.bin"),
 )
-"""Files beside an adapter in which trainers leave whole modules that belong to it: projectors, towers, embeddings."""
+"""Files beside an adapter in which trainers store whole modules: projectors, towers, embeddings."""
 
 _ADAPTER_PATTERNS = ("adapter_model.bin", *WHOLE_MODULES)
 
 _ADAPTER_FOLDERS: Mapping[str, str] = dict.fromkeys(("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"), "vision-lora")
-"""Class -> the folder beside its weights that has the adapter of prompts with images, `NAME-lora`."""
+"""Class -> the folder beside its weights, `NAME-lora`, with the adapter for prompts with images."""
 
 MODELSCOPE_VARIABLE = "LMDEPLOY_USE_MODELSCOPE"
-"""LMDeploy's environment variable; "True" takes hub ids from ModelScope in place of Hugging Face."""
+"""LMDeploy's environment variable. "True" resolves hub ids on ModelScope rather than Hugging Face."""
 
 GGUF_ADVICE = (
     "GGUF is not read. Give the model's own repository, or let transformers expand the file "
@@ -54,10 +54,10 @@ logger = logging.getLogger(__name__)
 def locate(
     model: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | Path | None = None
 ) -> Path:
-    """Return the folder of `model`, downloaded from the hub if need be. Blocks on disk and network.
+    """Return the folder of `model`, downloaded from the hub if needed. Blocks on disk and network.
 
-    Tried in this order: a bundled name ("tiny-chat"); an existing folder; a hub id "owner/name". What is written like a
-    path, or begins with a folder that exists here, is never looked up on the hub.
+    Tries in this order: a bundled name ("tiny-chat"), an existing folder, a hub id "owner/name". A name that is written
+    like a path, or begins with an existing folder, is never looked up on the hub.
 
     Args:
         model: name, folder or hub id.
@@ -65,16 +65,18 @@ def locate(
         download_dir: where downloads are kept; None is the hub's own cache.
 
     Raises:
-        InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not from the hub, or
-            the environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
-        ModelNotFound: nothing goes by this name, the hub cannot be reached and has no copy here, or the model changed
-            while it was downloaded.
-        InvalidCheckpoint: the folder has no config.json, or a hub's is no JSON object.
+            InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not on the hub, or
+            the
+                environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
+            ModelNotFound: nothing has this name, the hub cannot be reached and its cache has no copy, or the model
+            changed
+                during the download.
+            InvalidCheckpoint: the folder has no config.json, or a hub's config.json is no JSON object.
     """
     name = os.fspath(model)
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise InvalidParameter(
-            f"model is {short(name)}, which names nothing. Give a bundled name ({', '.join(BUNDLED)}), a folder or a "
+            f"model is {short(name)}, which is no name. Give a bundled name ({', '.join(BUNDLED)}), a folder or a "
             f"hub id such as 'owner/name'.",
             "model_path",
         )
@@ -110,8 +112,8 @@ def locate(
 
 
 def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path | None = None) -> Path:
-    """Return the folder of a PEFT adapter, downloaded from the hub if need be: a bundled name ("tiny-lora"), an
-    existing folder, or a hub id.
+    """Return the folder of a PEFT adapter, downloaded from the hub if needed: a bundled name ("tiny-lora"), an existing
+    folder, or a hub id.
 
     Raises InvalidParameter, ModelNotFound and InvalidCheckpoint as `locate` does.
     """
@@ -136,8 +138,9 @@ def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path 
 
 
 def own_adapter(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, str]:
-    """Return name and folder of the adapter that images are read with, if the model's family has one and its folder
-    brings it. `overrides` replaces entries of config.json. Raises InvalidCheckpoint."""
+    """Return name -> folder of the adapter for prompts with images, if the model's family has one and its folder
+    contains
+    it. `overrides` replaces entries of config.json. Raises InvalidCheckpoint."""
     beside = _adapter_folder({**read_json_object(folder / "config.json"), **(overrides or {})})
     if beside is None or not (folder / beside).is_dir():
         return {}
@@ -158,15 +161,16 @@ def _refuse_revision(name: str, revision: str | None, why: str) -> None:
 def _checked(folder: Path, config: str = "config.json") -> Path:
     if not (folder / config).is_file():
         advice = GGUF_ADVICE if any(folder.glob("*.gguf")) else "Give the folder with all files."
-        raise InvalidCheckpoint(f"{folder} has no {config}, which says what the weights are. {advice}")
+        raise InvalidCheckpoint(f"{folder} has no {config}, which describes the weights. {advice}")
     return folder
 
 
 def _download(
     name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "", more: tuple[str, ...] = ()
 ) -> Path:
-    """Return the folder of a hub's model, with the files that match `ALLOW_PATTERNS` or `more` at its top, or in the
-    folder `inside`, which ends in a slash. Raises ModelNotFound."""
+    """Return the folder of a hub model, with the files that match `ALLOW_PATTERNS` or `more` at its top, or in the
+    folder
+    `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
     allowed, ignored = (
@@ -214,7 +218,7 @@ def _from_hugging_face(
 
 
 def _uses_modelscope() -> bool:
-    """Return whether the environment asks for ModelScope. Raises InvalidParameter for a value that is no boolean."""
+    """Return whether the environment selects ModelScope. Raises InvalidParameter if the value is not a boolean."""
     value = os.environ.get(MODELSCOPE_VARIABLE, "")
     if value.lower() not in ("", "false", "true"):
         raise InvalidParameter(
@@ -255,7 +259,7 @@ def _from_modelscope(
     try:
         return snapshot(local=False)
     except Exception as error:
-        # Unlike Hugging Face's client this one does not fall back to its cache when the network is down.
+        # Unlike Hugging Face's client, this one does not fall back to its cache when the network is down.
         try:
             return snapshot(local=True)
         except Exception:
@@ -266,6 +270,6 @@ def _from_modelscope(
 def _not_had(where: str, hub: str, error: Exception, advice: str) -> ModelNotFound:
     reason = str(error).strip().splitlines()
     return ModelNotFound(
-        f"{where} is not a folder here, and could not be had from {hub} or its cache "
+        f"{where} is not a folder here, and could not be found on {hub} or in its cache "
         f"({type(error).__name__}{': ' + reason[0][:200] if reason else ''}). {advice}"
     )

@@ -1,4 +1,4 @@
-"""LMDeploy's place of the settings and answers, so that programs written for it find them."""
+"""LMDeploy's import path of settings and answers, for programs written for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMDeploy's place of the chat templates, so that programs written for it find them."""
+"""LMDeploy's import path of chat templates, for programs written for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMDeploy's place of one back end's settings, so that programs written for it find them."""
+"""LMDeploy's import path of one back end's settings, for programs written for it."""
 
 from __future__ import annotations
 

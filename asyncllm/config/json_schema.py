@@ -1,4 +1,4 @@
-"""Checks of the JSON schemas of answers: their size, and keywords of the grammar library."""
+"""Check the JSON schemas of answers: their size, and the grammar library's limits."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ MAX_CHOICES = 5000
 MAX_PARTS = 20_000
 MAX_DEPTH = 100
 MAX_OPTIONAL = 1000
-"""Bounds of a schema. Beyond them compiling or using it takes seconds."""
+"""Limits of a schema. Beyond them compiling or using it takes seconds."""
 MAX_BITS = 1024
-"""Of whole numbers; a float has no larger ones."""
+"""Maximum size of a whole number; floats are no larger."""
 MAX_MULTIPLE = 20_000
-"""Of `multipleOf`, and of what several come to that hold for the same number: 999,983 takes 10 s and 370 MB."""
+"""Limit of `multipleOf`, and of the least common multiple of several that apply to one number. 999,983 takes 10 s and
+370 MB."""
 
 
 def checked_schema(schema: object, field: str) -> Any:
-    """Return a schema, which may be given as text, in the form for a grammar. Raises InvalidParameter."""
+    """Return a schema, which may be given as text, prepared for a grammar. Raises InvalidParameter."""
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA:
             raise _too_large(f"{len(schema)} characters", field)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise InvalidParameter(f"The schema of {field} is a text, and no JSON. Send an object.", field) from None
+            raise InvalidParameter(
+                f"The schema of {field} is a text that is not JSON. Send an object.", field
+            ) from None
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, Mapping):
@@ -58,24 +61,27 @@ def checked_schema(schema: object, field: str) -> Any:
 
 
 def _check_multiples(multiples: list[Decimal], field: str) -> None:
-    """Raise InvalidParameter if it takes too long to tell whether a number is a multiple of all of them."""
+    """Raise InvalidParameter if checking that a number is a multiple of all of them takes too long."""
     digits = max((-int(each.as_tuple().exponent) for each in multiples), default=0)
     common = 1
     for each in multiples:
         common = math.lcm(common, int(each.scaleb(max(digits, 0))))
-        # Multiples of a power of ten are known by their last digits.
+        # Multiples of a power of ten are recognized by their last digits.
         if common > MAX_MULTIPLE and str(common).rstrip("0") != "1":
             raise _too_large(f"a multipleOf that comes to {str(common)[:32]}", field)
 
 
 def _too_large(what: str, field: str) -> InvalidParameter:
     return InvalidParameter(
-        f"The schema of {field} has {what}, more than answers can be held to. Simplify it, or split the request.", field
+        f"The schema of {field} has {what}, which is too much for a grammar. Simplify it, or split the request.",
+        field,
     )
 
 
 def _parts(schema: Any, field: str) -> Iterator[Any]:
-    """Yield every value in a schema, without recursion. Raises InvalidParameter for too many or too deep ones."""
+    """Yield every value in a schema, without recursion. Raises InvalidParameter if there are too many or they are
+    nested
+    too deeply."""
     left = [(schema, 0)]
     count = 0
     while left:
@@ -101,7 +107,7 @@ def _check_part(part: Any, field: str) -> None:
         raise _too_large(f"a list of {len(part)} entries", field)
     if isinstance(part, Mapping):
         if not all(isinstance(name, str) for name in part):
-            raise InvalidParameter(f"The schema of {field} has a key that is no text. JSON's keys are texts.", field)
+            raise InvalidParameter(f"The schema of {field} has a key that is not a text. JSON's keys are texts.", field)
         reference = part.get("$ref")
         if isinstance(reference, str) and isinstance(part.get("$id"), str) and not reference.startswith("#"):
             raise InvalidParameter(

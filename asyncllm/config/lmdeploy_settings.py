@@ -1,5 +1,6 @@
-"""LMDeploy's settings without a field in asyncllm. A value that changes nothing here is accepted, so that programs for
-LMDeploy run; any other is refused with a sentence that says what to use."""
+"""LMDeploy's settings without a counterpart in asyncllm. A value that changes nothing here is accepted, so that
+programs
+written for LMDeploy run. Any other is refused with a message that names the alternative."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ENGINES: Mapping[str, Neutral] = {
     **_each("devices", (), "Ranks take the GPUs of CUDA_VISIBLE_DEVICES in order; set that."),
     **_each("distributed_executor_backend", ("uni",), "Ranks are child processes of the engine's own; leave it out."),
     **_each("dist_init_addr", (), "Ranks are on one machine and find each other; leave it out."),
-    **_each("communicator", ("nccl",), "Sums over ranks choose their own way; leave it out."),
+    **_each("communicator", ("nccl",), "Sums over ranks choose their own algorithm; leave it out."),
     **_each("enable_mp_engine", (False,), "Set isolated=True for a model in a process of its own."),
     **_each("mp_engine_backend", ("mp",), "Set isolated=True for a model in a process of its own."),
     **_each("enable_transfer_obj_ref", (False,), "Nothing is handed over by Ray; leave it out."),
@@ -40,7 +41,7 @@ ENGINES: Mapping[str, Neutral] = {
     **_each("async_", (1,), "The next step is always prepared while one runs; leave it out."),
     **_each("use_context_fmha", (1,), "There is one kernel for prompts; leave it out."),
     **_each("use_dynamic_ntk", (False,), "Set rope_scaling_factor."),
-    **_each("group_size", (0, 128), "The checkpoint's config.json says it; leave it out."),
+    **_each("group_size", (0, 128), "The checkpoint's config.json defines it; leave it out."),
     **_each("kv_bits", (8,), "Set quant_policy."),
     **_each(
         "custom_module_map",
@@ -113,8 +114,7 @@ COMMANDS: Mapping[str, Neutral] = {
 
 
 def without_neutral(table: Mapping[str, Neutral], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` without those of the table. Raises UnsupportedFeature for a value that is not
-    neutral."""
+    """Return `fields` without those in the table. Raises UnsupportedFeature for a value that is not neutral."""
     for name, value in fields.items():
         if name in table and not table[name].takes(value):
             raise UnsupportedFeature(f"{name}={short(value)} of LMDeploy's is not supported. {table[name].why}", name)

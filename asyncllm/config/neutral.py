@@ -1,7 +1,7 @@
 """Neutral: a name that other projects document and asyncllm does not implement, with the values that change nothing.
 
-With a neutral value such a name is accepted; with any other it is refused, in a sentence that says what to use. The
-server has a table for the fields of bodies (`server.request.neutral`), `lmdeploy_settings` one for settings.
+Such a name is accepted with a neutral value, and refused with any other by a message that names the alternative. The
+server has a table for body fields (`server.request.neutral`), `lmdeploy_settings` one for settings.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Neutral(msgspec.Struct, frozen=True):
     peers: str
     """The projects that document the name."""
     values: tuple[Any, ...] | None
-    """Values that change nothing; None always does. None in place of the values: any value changes nothing."""
+    """Values that change nothing; None always does. None in place of the tuple: any value changes nothing."""
     why: str
-    """Why other values are refused, and what to do; for any value, why it makes no difference."""
+    """Why other values are refused, and what to use; if any value is neutral, why it makes no difference."""
 
     def takes(self, value: Any) -> bool:
         """Return whether the value changes nothing."""
@@ -29,7 +29,7 @@ class Neutral(msgspec.Struct, frozen=True):
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Return whether a value is the neutral one, perhaps of another type: 1.0 and "1" for 1."""
+    """Return whether a value equals the neutral one, perhaps as another type: 1.0 and "1" equal 1."""
     if isinstance(neutral, (bool, int, float)) and isinstance(value, (bool, int, float, str)):
         try:
             return bool(msgspec.convert(value, type(neutral), strict=False) == neutral)

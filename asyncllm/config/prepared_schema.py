@@ -1,6 +1,6 @@
-"""Rewrites a JSON schema into keywords that the grammar library supports, for the same answers.
+"""Rewrite a JSON schema with keywords that the grammar library supports, without changing the accepted answers.
 
-Only schemas are rewritten: a property may be called `format`, and a constant may contain one.
+Only schemas are rewritten, since a property may be named `format` and a constant may contain such a key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCHEMA = {
 }
 SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-"""Keywords whose value is a schema, a list of schemas, or schemas by name."""
+"""Keywords whose value is a schema, a list of schemas, or a map of names to schemas."""
 
 FORMATS = {
     *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
@@ -31,14 +31,15 @@ COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "mi
 JOINED = {"allOf", "dependentSchemas", "else", "if", "not", "then", "unevaluatedProperties"}
 CASES = {"$ref", "anyOf", "oneOf"}
 OBJECT = {"properties", "required"}
-"""Keywords by which two parts of a schema describe the same object: one of the first, or one each of the others."""
+"""Keywords by which two parts of a schema describe one object: both have the first, or each has one of the others."""
 
 
 def prepared_schema(schema: Any) -> Any:
-    """Return the schema in keywords of the grammar library; a boolean is returned unchanged.
+    """Return the schema in keywords of the grammar library. A boolean is returned unchanged.
 
-    An object with named properties has no others, unless the schema mentions them: models that may add some do, and
-    neither the callers' types nor the grammars of other servers have any.
+    An object with named properties allows no others unless the schema mentions them: models that may add properties do
+    so,
+    and neither the callers' types nor the grammars of other servers have any.
     """
     made = _respelled(schema)
     return made if _joins(schema) else _closed(made)
@@ -55,7 +56,7 @@ def _respelled(schema: Any) -> Any:
         del made["format"]
     tag = made.get("discriminator")
     if isinstance(tag, Mapping) and isinstance(tag.get("propertyName"), str) and isinstance(made.get("oneOf"), list):
-        # A tag with a default is optional in the schema; an answer without it would be of every kind.
+        # A tag with a default is optional in the schema; an answer without it would match every variant.
         made["oneOf"] = [{"allOf": [each, {"required": [tag["propertyName"]]}]} for each in made["oneOf"]]
     if made.get("nullable") is True and isinstance(made.get("type"), str | list):
         del made["nullable"]
@@ -75,7 +76,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a keyword's value, every schema in it changed."""
+    """Return a keyword's value with every schema in it changed."""
     if keyword in SCHEMAS and isinstance(value, list | tuple):
         return [change(each) for each in value]
     if keyword in SCHEMA:
@@ -86,7 +87,7 @@ def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _joins(schema: Any) -> bool:
-    """Return whether an object may have properties that are named in two places."""
+    """Return whether an object's properties are named in two places."""
     left: list[Any] = [schema]
     while left:
         each = left.pop()

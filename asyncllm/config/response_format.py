@@ -1,4 +1,4 @@
-"""GrammarSpec: the form of an answer, made from any spelling of `response_format`."""
+"""GrammarSpec: the form of an answer, built from any spelling of `response_format`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FIELD = "response_format"
 
 MAX_GRAMMAR = 16 * 1024
 MAX_REGEX = 4096
-"""Bounds of a grammar's source. Beyond them compiling or using it takes seconds."""
+"""Limits of a grammar's source. Beyond them compiling or using it takes seconds."""
 
 MAX_WHITE_SPACE = 100
 WHITE_SPACE = re.compile(
     rf"(?=.{{0,{MAX_WHITE_SPACE}}}\Z)(?:[ \n\t\r()|?*+]|\\[ntrs]|\[(?:[ \n\t\r]|\\[ntr])+\]|\{{\d+(?:,\d*)?\}})*",
     re.DOTALL,
 )
-"""White space that JSON allows between its tokens -> its spelling in an expression."""
+"""White space that JSON allows between its tokens -> its spelling in a regular expression."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -33,19 +33,20 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
-    """JSON text of a schema or of a list of choices; otherwise the pattern or grammar itself. For calls of tools it is
-    Lark, with the rule `answer`."""
+    """JSON text of a schema or of a list of choices; otherwise the pattern or grammar itself. For tool calls it is Lark
+    with the rule `answer`."""
     white_space: str | None = None
-    """For a schema: the expression of white space between JSON's tokens, if it is not the usual one."""
+    """For a schema: the regular expression of white space between JSON's tokens, if it is not the default."""
 
     @property
     def field(self) -> str:
-        """The parameter that sets it."""
+        """The parameter that sets the grammar."""
         return "tools" if self.kind == "calls" else FIELD
 
 
 def as_response_format(value: Any) -> Any:
-    """Return the `response_format` of a type, which is a pydantic model or one that msgspec knows; others unchanged."""
+    """Return the `response_format` of a type, either a pydantic model or a type that msgspec supports. Other values are
+    returned unchanged."""
     if not isinstance(value, type) and get_origin(value) is None:
         return value
     name = getattr(value, "__name__", "answer")
@@ -64,7 +65,7 @@ def as_response_format(value: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema of a class without further properties, as a class has no place for them."""
+    """Return the schema of a class without additional properties, since a class has no place for them."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -74,7 +75,8 @@ def _closed(schema: Any) -> Any:
 
 
 def grammar_of(value: Mapping[str, Any] | None) -> GrammarSpec | None:
-    """Return the grammar of a `response_format`; None for plain text. Raises InvalidParameter, UnsupportedFeature."""
+    """Return the grammar of a `response_format`, or None for plain text. Raises InvalidParameter,
+    UnsupportedFeature."""
     if value is None:
         return None
     match value.get("type"):

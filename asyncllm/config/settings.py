@@ -1,6 +1,6 @@
 """Settings: the base of every config, a validated, immutable group of settings.
 
-Constructors check names only, as in msgspec; code that takes a config calls `checked()` on it, which checks values.
+Constructors check names only, as in msgspec. Code that takes a config calls `checked()` on it, which checks values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
     """A validated, immutable group of settings."""
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = MappingProxyType({})
-    """LMDeploy's names without a field here."""
+    """LMDeploy's names without a counterpart here."""
 
     @classmethod
     def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,8 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Build from plain data. Raises as `own_fields`; InvalidParameter for wrong types and values out of range."""
+        """Build from plain data. Raises like `own_fields`, and InvalidParameter for wrong types and values out of
+        range."""
         return cls._converted(cls.own_fields(fields))
 
     @classmethod
@@ -79,10 +80,10 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
             raise InvalidParameter(f"{cls.__name__}.{param}: {what}{given}.", param) from None
 
     def _check(self) -> None:
-        """Check rules across fields."""
+        """Check rules that involve several fields."""
 
     def _check_texts(self, *names: str) -> None:
-        """Raise InvalidParameter for a text, alone or in a list, that is no valid Unicode."""
+        """Raise InvalidParameter if a text, alone or in a list, is not valid Unicode."""
         for name in names:
             value = getattr(self, name)
             for text in [value] if isinstance(value, str) else value or ():
@@ -95,7 +96,7 @@ class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forb
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
-    """Return the values of a Literal, by itself or beside None."""
+    """Return the values of a Literal, also of one that is optional."""
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
     return tuple(choice for part in typing.get_args(annotation) for choice in choices(part))
@@ -105,7 +106,7 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def checked(cls: type[Config], value: Config | None, name: str) -> Config:
-    """Return the argument `name` of a call, checked; the default for None. Raises InvalidParameter."""
+    """Return the argument `name` of a call, checked, or the default if it is None. Raises InvalidParameter."""
     if value is None:
         return cls()
     if not isinstance(value, cls):

@@ -1,4 +1,4 @@
-"""Checks of OpenAI's `tools` and `tool_choice`."""
+"""Check OpenAI's `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidParameter unless each is a function with a name of its own, UnsupportedFeature for other types."""
+    """Raise InvalidParameter unless each tool is a function with a unique name, UnsupportedFeature for other types."""
     names = set()
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -55,7 +55,7 @@ class ToolChoice(NamedTuple):
     """The meaning of a `tool_choice`."""
 
     required: bool = False
-    """Whether the answer has to be a call."""
+    """Whether the answer must be a call."""
     names: frozenset[str] | None = None
     """Names of the tools that may be called; None: all."""
 
@@ -67,9 +67,10 @@ class ToolChoice(NamedTuple):
 def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None) -> ToolChoice | None:
     """Return the meaning of a choice among checked tools; None: no tool is called. Raises InvalidParameter.
 
-    Besides "none", "auto" and "required", a choice names a function as {"type": "function", "function": {"name": ...}}
-    or without the inner object, or several as {"type": "allowed_tools", "mode": ..., "tools": [...]}, perhaps below
-    "allowed_tools".
+    Besides "none", "auto" and "required", a choice may name one function, as {"type": "function", "function": {"name":
+    ...}} or without the inner object, or several, as {"type": "allowed_tools", "mode": ..., "tools": [...]}, also
+    nested
+    under "allowed_tools".
     """
     if choice == "none":
         return None
@@ -104,10 +105,10 @@ def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_held(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a grammar applies to calls, by the choice or by a tool's `strict`."""
+    """Return whether a grammar constrains calls, because of the choice or a tool's `strict`."""
     return choice != ToolChoice() or any(tool["function"].get("strict") for tool in tools)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schemas of the parameters of checked tools, by the tools' names."""
+    """Return tool name -> schema of its parameters, for checked tools."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

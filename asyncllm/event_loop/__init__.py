@@ -1,1 +1,1 @@
-"""What engine, server and pipeline share of asyncio: where they may run, and how their work takes turns."""
+"""Asyncio helpers that engine, server and pipeline share: where they may run, and how their work takes turns."""

@@ -1,4 +1,4 @@
-"""A call in a thread of its own, for what would hold up the event loop."""
+"""Run a call that would block the event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Result = TypeVar("Result")
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, run in a thread of its own.
+    """Return the result of `call`, run in a thread of its own.
 
-    For what takes from milliseconds to seconds: reading, importing, starting processes. Such a thread leaves none
-    behind in the loop's pool, and the loop does not wait for it when this task is cancelled.
+    For work of milliseconds to seconds: reading, importing, starting processes. Unlike the loop's thread pool, it
+    leaves no
+    idle thread behind, and the loop does not wait for it when this task is cancelled.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
     try:

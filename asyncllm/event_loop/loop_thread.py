@@ -23,8 +23,8 @@ _open: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 class LoopThread:
     """Runs coroutines for other threads, from construction until `close`.
 
-    Usable from any thread, with or without a running loop of its own. The thread is no daemon, so nothing is cut off
-    at interpreter exit: what is still open then is closed before the interpreter waits for its threads.
+    Usable from any thread, with or without a running loop. The thread is not a daemon, so nothing is interrupted at
+    interpreter exit: open loops are closed before the interpreter waits for its threads.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LoopThread:
         start: Callable[[], Coroutine[Any, Any, None]],
         stop: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """Run `start` in the new loop, and raise what it raises. `stop` will run before the loop ends."""
+        """Run `start` in the new loop, and raise any error of it. `stop` runs before the loop ends."""
         self._start, self._stop = start, stop
         self._lock = threading.Lock()
         self._process = Process()
@@ -52,9 +52,10 @@ class LoopThread:
         _open.add(self)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in the loop. Raises EngineClosed after `close`, EngineError inside the loop itself."""
+        """Start a coroutine in the loop. Raises EngineClosed after `close`, EngineError if called from the loop
+        itself."""
         try:
-            # Ahead of the lock, which a thread of the other process may have held.
+            # Checked before the lock, which a thread of the other process may have held.
             self._process.check("pipeline")
             with self._lock:
                 if self._closing:
@@ -67,7 +68,7 @@ class LoopThread:
             raise
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine's result. An interrupted wait, as by Ctrl-C, cancels the coroutine."""
+        """Wait for a coroutine's result. An interrupted wait, for example by Ctrl-C, cancels the coroutine."""
         return self.wait(self.submit(coroutine))
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
@@ -87,12 +88,12 @@ class LoopThread:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                # The loop is gone already when `start` failed.
+                # The loop is already gone if `start` failed.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._end.set)
 
     def close(self) -> None:
-        """End what runs, run `stop`, wait for the thread, and raise what `stop` raised. Idempotent."""
+        """Cancel running coroutines, run `stop`, wait for the thread, and raise any error of `stop`. Idempotent."""
         self.end()
         if threading.current_thread() is not self._thread and not self._process.forked:
             self._thread.join()
@@ -128,6 +129,6 @@ def _close_all() -> None:
         thread.close()
 
 
-# Interpreter exit waits for threads before it runs what `atexit` has. The hook that comes before is the one that
-# concurrent.futures uses; registering after it means running before it, while its threads still take work.
+# Interpreter exit waits for threads before it runs `atexit` functions. concurrent.futures uses an earlier hook;
+# registering after it means running before it, while its threads still accept work.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]

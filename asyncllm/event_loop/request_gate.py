@@ -1,9 +1,10 @@
-"""RequestGate: how many requests may begin between two turns of the event loop.
+"""RequestGate: limits the number of requests that begin between two iterations of the event loop.
 
-Before its first await a request takes some 0.3 ms for its body and prompt. Of a thousand at once the last
-would begin before the engine has had its turn with the first: no step on the device, no token to any reader.
-Beside threads that hold the interpreter lock a request takes 10 ms, as it gives the lock away to encode its prompt and
-waits to get it back; so fewer begin where turns are long.
+Before its first await a request takes about 0.3 ms for its body and prompt. If a thousand arrive at once, the last
+would
+begin before the engine could run the first step, and no reader would get a token. Beside threads that hold the
+interpreter lock a request takes 10 ms, since it releases the lock to encode its prompt and waits to get it back.
+Therefore fewer requests begin when iterations are long.
 """
 
 from __future__ import annotations
@@ -15,33 +16,33 @@ from collections import deque
 __all__ = ["PER_TURN", "RequestGate"]
 
 PER_TURN = 16
-"""Some 5 ms of work."""
+"""About 5 ms of work."""
 LONG = 0.01
-"""Seconds of a turn: behind a longer one half as many requests may begin, behind a shorter one one more."""
+"""Duration of an iteration in seconds. After a longer one the limit is halved; after a shorter one it grows by one."""
 
 
 class RequestGate:
-    """Lets requests begin in the order in which they come. Used in one event loop."""
+    """Lets requests begin in order of arrival. Used in one event loop."""
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn
-        """Most that may pass in a turn."""
+        """Maximum number of requests per iteration."""
         self._allowed = self._left = per_turn
-        """How many may pass in this turn, and how many more."""
+        """Number of requests allowed in this iteration, and number left."""
         self._begun = 0.0
-        """When this turn began, by `time.perf_counter`."""
+        """Start of this iteration, by `time.perf_counter`."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-        """One for each request that came too late for it."""
+        """One future for each request that waits for a later iteration."""
         self._turning = False
-        """Whether `_turn` will be called in the loop's next turn."""
+        """Whether `_turn` is scheduled for the loop's next iteration."""
 
     @property
     def in_use(self) -> bool:
-        """Whether requests pass in this turn of the event loop or the next."""
+        """Whether requests pass in this iteration of the event loop or the next."""
         return self._turning
 
     async def enter(self) -> None:
-        """Pass now, or in a later turn of the event loop."""
+        """Pass now, or in a later iteration of the event loop."""
         loop = asyncio.get_running_loop()
         if not self._turning:
             self._turning = True
@@ -61,7 +62,7 @@ class RequestGate:
         self._left = self._allowed
         while self._left and self._waiting:
             place = self._waiting.popleft()
-            if not place.done():  # else its request has left
+            if not place.done():  # otherwise its request was cancelled
                 place.set_result(None)
                 self._left -= 1
         self._turning = self._left < self._allowed

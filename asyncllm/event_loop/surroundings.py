@@ -1,4 +1,4 @@
-"""Where an engine may be used: in the process that started it, in asyncio's event loop."""
+"""Check where an engine is used: in the process that started it, in asyncio's event loop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Process", "asyncio_loop"]
 
 
 class Process:
-    """The process that made this."""
+    """The process in which this object was created."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def forked(self) -> bool:
-        """Whether this is a copy of it, in which none of its threads runs."""
+        """Whether the current process was forked from it, and so has none of its threads."""
         return os.getpid() != self._pid
 
     def check(self, what: str) -> None:
-        """Raise EngineError in a process that was forked from it. `what` was started there."""
+        """Raise EngineError in a process that was forked from it. `what` was started in the original process."""
         if self.forked:
             raise EngineError(
                 f"The {what} was started in process {self._pid}, and this is one that was forked from it, without its "
@@ -31,7 +31,7 @@ class Process:
 
 
 def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop. Raises EngineError where there is none, or one of another library."""
+    """Return the running event loop. Raises EngineError if there is none, or if it belongs to another library."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

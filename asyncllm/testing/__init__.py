@@ -1,4 +1,4 @@
-"""Fakes for tests of programs that use asyncllm: the real engine over a device that needs no model."""
+"""Fakes for testing programs that use asyncllm: the real engine on a device that needs no model."""
 
 from __future__ import annotations
 

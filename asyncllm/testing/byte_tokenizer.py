@@ -62,9 +62,9 @@ class _Bytes:
 class ByteTokenizer(Tokenizer):
     """A tokenizer without a file: ids 0 to 255 are bytes, 256 is `<bos>`, 257 is `<eos>`.
 
-    Any sequence of ids decodes; bytes that are not UTF-8 become U+FFFD.
+    Any sequence of ids decodes; invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, *, adds_bos: bool = False) -> None:
-        """`adds_bos`: whether a prompt starts with `<bos>`, as some checkpoints ask for."""
+        """`adds_bos`: whether a prompt starts with `<bos>`, as some checkpoints require."""
         super().__init__(_Bytes(adds_bos=adds_bos), bos_token_id=BOS, eos_token_ids=(EOS,))

@@ -1,5 +1,6 @@
-"""FakeDevice: runs steps on a paged store of token ids, and refuses steps that a real device would silently get
-wrong."""
+"""FakeDevice: runs steps on a paged store of token ids, and rejects steps that would silently produce wrong results on
+a
+real device."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class StepViolation(AssertionError):
 
 
 def hash_oracle(vocab_size: int) -> Oracle:
-    """Return an oracle whose next token is a hash of the row's whole history, its adapter, and its seed unless it is
+    """Return an oracle whose next token is a hash of the row's whole history, its adapter, and its seed unless sampling
+    is
     greedy."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
@@ -45,7 +47,7 @@ def hash_oracle(vocab_size: int) -> Oracle:
 
 
 def hash_hidden(tokens: Sequence[int], hidden_size: int, first: int = 0) -> list[list[float]]:
-    """Return made-up hidden states of the tokens from `first` on: each depends on all tokens up to its own."""
+    """Return fake hidden states of the tokens from `first` on. Each depends on all tokens up to its own."""
     hidden = []
     key = 0
     for position, token in enumerate(tokens):
@@ -68,7 +70,7 @@ def script_oracle(answer: Callable[[list[int]], Sequence[int]], eos_token_id: in
 
 
 _Past = tuple[int, Any]
-"""A token and the past of the previous one: everything that a layer's keys and values of the token may depend on."""
+"""A token and the past of the previous one: everything that the token's keys and values may depend on."""
 
 
 def _same(one: _Past | None, other: _Past | None) -> bool:
@@ -81,7 +83,7 @@ def _same(one: _Past | None, other: _Past | None) -> bool:
 
 
 class _Cells:
-    """The places of a block: for each the token and its past, and the serial number of the write that stored it."""
+    """The cells of a block: for each the token with its past, and the serial number of the write that stored it."""
 
     __slots__ = ("pasts", "serials", "state")
 
@@ -89,7 +91,7 @@ class _Cells:
         self.pasts: list[_Past | None] = [None] * size
         self.serials = [0] * size
         self.state: _Past | None = None
-        """The token written last, at any place."""
+        """The token written last, in any cell."""
 
     def copy(self) -> _Cells:
         cells = _Cells(0)
@@ -103,18 +105,18 @@ class _Slot:
     def __init__(self, start: SlotStart, num_groups: int) -> None:
         self.start = start
         self.tables: list[list[int | None]] = [[] for _ in range(num_groups)]
-        """By block group; None: the block of a position that no window reaches, or that another position uses now."""
+        """By block group. None: a block that no window reaches, or that now serves another position."""
         self.root: _Past | None = (-start.adapter, None) if start.adapter else None
-        """The past of its first token: keys and values depend on the adapter."""
+        """The past of its first token, since keys and values depend on the adapter."""
         self.history: list[int] = []
-        """The tokens at positions 0 and up, as this slot first saw or wrote them."""
+        """The tokens from position 0 on, as this slot first read or wrote them."""
         self.past: _Past | None = self.root
-        """The past of the last of them."""
+        """The past of the last token."""
         self.serials: list[list[int]] = [[] for _ in range(num_groups)]
-        """By block group, the write that stored each of them."""
+        """By block group: for each token, the serial number of the write that stored it."""
         self.last_token: int | None = None
         self.num_told = start.num_tokens
-        """Number of tokens known to its sampling state."""
+        """Number of tokens known to the sampling state."""
 
 
 class _ComputedStep:
@@ -133,14 +135,17 @@ class _ComputedStep:
 
 
 class FakeDevice:
-    """Executes batches one after the other, like the state tables and KV pool of a real device.
+    """Executes batches one after another, modelling the state tables and KV pool of a real device.
 
-    For each (block, offset) the store keeps a token id with everything before it, and the serial number of the write
-    that stored it. A row reads its block tables as attention does, in each block group no further back than its window.
-    It raises StepViolation if it finds anything there that is not its own; so do uncovered positions, reads of cells
-    never written, and ambiguous copies. If blocks keep a state, a token is computed from the state in the block of the
-    previous token, which must be the state after the row's own tokens. Host blocks keep their cells as well, so a
-    block's content is tracked to the host and back.
+    For each (block, offset) the store holds a token id with its whole prefix, and the serial number of the write that
+    stored it. A row reads its block tables as attention does, in each block group no further back than its window. It
+    raises StepViolation for content that is not its own, for uncovered positions, for reads of cells never written, and
+    for
+    ambiguous copies. If blocks keep a state, a token is computed from the state in the previous token's block, which
+    must be
+    the state after the row's own tokens. Host blocks have cells as well, so a block's content is tracked to the host
+    and
+    back.
     """
 
     def __init__(
@@ -163,13 +168,13 @@ class FakeDevice:
         row_failure: Callable[[list[int]], str | None] | None = None,
         forces: Callable[[list[int]], int] | None = None,
     ) -> None:
-        """`row_failure(history)` returns the error of a row that has to fail inside the step, else None.
-        `forces(history)` returns how many tokens are forced after these; they are the oracle's, up to a row that fails.
-        `windows`, of two positions or more, and `keeps_state`: see `Limits`."""
+        """`row_failure(history)` returns the error of a row that should fail inside the step, or None.
+        `forces(history)` returns the number of tokens forced after these: the oracle's tokens, up to a row that fails.
+        `windows` (of at least two positions) and `keeps_state`: see `Limits`."""
         if any(window is not None and window < 2 for window in windows):
             raise ValueError(f"a window shows at least the token before, not {windows}")
         self.runs_ahead = self.blocked = False
-        """Like an agent that computes a step when it launches it."""
+        """Like an agent that computes a step when it is launched."""
         self.limits = Limits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -196,20 +201,21 @@ class FakeDevice:
         self.num_tokens = 0
         self._cells = [_Cells(block_size) for _ in range(num_blocks)]
         self._host_cells: list[_Cells | None] = [None] * num_host_blocks
-        """Cells of each host block that was copied to."""
+        """Cells of each host block that has been written."""
         self._serial = 0
         self._slots: dict[int, _Slot] = {}
         self.adapters: set[int] = set()
-        """Numbers of the loaded adapters; a test may add some."""
+        """Numbers of the loaded adapters. A test may add some."""
         self._in_adapter_slots: dict[int, int] = {}
         self._last_step = -1
         self.awake = True
         self.weights: dict[str, Any] = {}
-        """Every weight that `UpdateWeights` has set, by name; an `oracle` may read them."""
+        """Every weight set by `UpdateWeights`, by name. An `oracle` may read them."""
 
     def carry_out(self, command: Command) -> None:
-        """Treat everything written so far as if it had never been written, so that a step which reads it is a
-        violation; except for Wake, before which no step may run."""
+        """Mark everything written so far as never written, so that a step which reads it is a violation. Only Wake
+        keeps it,
+        since no step may run before it."""
         match command:
             case UpdateWeights(weights):
                 self.weights |= weights
@@ -223,28 +229,28 @@ class FakeDevice:
         self._slots.clear()
 
     def load_adapter(self, adapter: LoadAdapter) -> str:
-        """Record an adapter as loaded. Raises AssertionError for more adapters than host memory holds."""
+        """Record an adapter as loaded. Raises AssertionError if host memory has no room for it."""
         self.adapters.add(adapter.number)
         assert len(self.adapters) <= self.limits.num_host_adapters, "more adapters than host memory has room for"
         return adapter.digest or f"digest of {adapter.path}"
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter. Raises KeyError for one that is not loaded."""
+        """Unload an adapter. Raises KeyError if it is not loaded."""
         self.adapters.remove(number)
 
     def launch(self, batch: Batch) -> _ComputedStep:
-        """Run one step, like `step`."""
+        """Run one step, as `step` does."""
         return _ComputedStep(self.step(batch))
 
     def resume(self) -> None:
-        """Return None: no step ever waits to be resumed."""
+        """Do nothing, since no step waits to be resumed."""
 
     def survives(self, error: BaseException) -> bool:
-        """Return whether an error of a step harms only its own rows."""
+        """Return whether an error of a step affects only its own rows."""
         return isinstance(error, Exception) and not isinstance(error, StepViolation)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Run one step. Raises StepViolation if it, or one before it, would have corrupted a real cache."""
+        """Run one step. Raises StepViolation if it or an earlier step would have corrupted a real cache."""
         if not self.awake:
             raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
@@ -256,7 +262,7 @@ class FakeDevice:
             self._set_blocks(batch.step, slot, group, index, ids)
         self._swap(batch)
         self._copy(batch)
-        self._serial += 1  # One serial per step: the position check catches two rows that write one cell in a step.
+        self._serial += 1  # One serial per step: the position check detects two rows that write one cell in a step.
         written: set[tuple[int, int]] = set()
         for row in batch.prefill:
             self._begin(batch.step, row)
@@ -282,7 +288,7 @@ class FakeDevice:
         return output
 
     def _put_adapter(self, step: int, start: SlotStart) -> None:
-        """Record where a sequence's adapter is from now on."""
+        """Record the slot of a sequence's adapter."""
         if (start.adapter > 0) != (start.adapter_slot >= 0):
             raise self._violation(step, start.slot, "has an adapter or a slot for one, and not both")
         if not start.adapter:
@@ -295,7 +301,7 @@ class FakeDevice:
         if batch.step <= self._last_step:
             raise StepViolation(f"step {batch.step} came after step {self._last_step}")
         self._last_step = batch.step
-        # A step without rows may give blocks to a row that has to wait for more.
+        # A step without rows may give blocks to a row that waits for more.
         if not (batch.decode or batch.prefill or batch.starts or batch.new_blocks or batch.copies or batch.swaps):
             raise StepViolation(f"step {batch.step} has nothing to do")
         for what, slots in (
@@ -321,7 +327,7 @@ class FakeDevice:
                 raise self._violation(step, slot, f"gets block {block}, which does not exist")
         for other, own in zip(self.limits.windows, state.tables, strict=True):
             if other is not None:
-                # A block that it had at an earlier position, now out of reach, may be used again.
+                # A block from an earlier position that is now out of reach may be used again.
                 own[:] = [None if block in ids else block for block in own]
         table[index : index + len(ids)] = ids
         held = [block for own in state.tables for block in own if block is not None]
@@ -329,7 +335,7 @@ class FakeDevice:
             raise self._violation(step, slot, f"has a block twice in its tables: {state.tables}")
 
     def _swap(self, batch: Batch) -> None:
-        """Copy blocks to the host, then back, with the serials of their cells: a block's content is the same in both
+        """Copy blocks to the host, then back, with the serials of their cells: a block has the same content in both
         places."""
         step, swaps = batch.step, batch.swaps
         for pairs, from_size, to_size in (
@@ -362,13 +368,13 @@ class FakeDevice:
             cells = self._cells[destination] = self._cells[source].copy()
             cells.serials = [self._serial] * self.limits.block_size
             for state in self._slots.values():
-                # A table that already names the destination gets it as its own copy; what it read before stays equal.
+                # A table that already names the destination gets its own copy; what it has read so far is unchanged.
                 for group, table in enumerate(state.tables):
                     if destination in table:
                         self._resee(state, group, table.index(destination), cells)
 
     def _resee(self, state: _Slot, group: int, index: int, cells: _Cells) -> None:
-        """Take over the serials of a block that a copy has put in the place of a shared one."""
+        """Take over the serials of a copied block that replaces a shared one."""
         first = index * self.limits.block_size
         for offset in range(min(self.limits.block_size, max(0, len(state.history) - first))):
             past = cells.pasts[offset]
@@ -376,7 +382,7 @@ class FakeDevice:
                 state.serials[group][first + offset] = cells.serials[offset]
 
     def _begin(self, step: int, row: PrefillRow) -> None:
-        """On a slot's first chunk, take everything before it from the prefix cache; later chunks must be contiguous."""
+        """Before a slot's first chunk, read its prefix from the cache. Later chunks must be contiguous."""
         state = self._slot(step, row.slot)
         if not row.tokens:
             raise self._violation(step, row.slot, "has an empty chunk")
@@ -401,7 +407,7 @@ class FakeDevice:
             )
 
     def _take_beginning(self, step: int, row: PrefillRow) -> None:
-        """Read what the slot's blocks hold of the tokens before its first chunk."""
+        """Read the tokens before the slot's first chunk from its blocks."""
         state, slot = self._slots[row.slot], row.slot
         for position in range(row.position):
             for group, serials in enumerate(state.serials):
@@ -454,7 +460,7 @@ class FakeDevice:
                 serials.append(self._serial)
 
     def _check_state(self, step: int, slot: int, position: int) -> None:
-        """Compare the states that the token at `position` finds with the row's own tokens."""
+        """Compare the states that the token at `position` reads with the row's own tokens."""
         if not self.limits.keeps_state or not position:
             return
         state = self._slots[slot]
@@ -464,9 +470,9 @@ class FakeDevice:
                 raise self._violation(step, slot, f"goes on at {position} from a state of block {block}, not its own")
 
     def _read(self, step: int, slot: int, first: int) -> list[int]:
-        """Return the row's tokens, after a look at what its queries from position `first` on see.
+        """Return the row's tokens, after checking all that its queries from position `first` on read.
 
-        A cell's serial says which step wrote it, and so what: it is compared block by block.
+        A cell's serial tells which step wrote it and so its content. Serials are compared block by block.
         """
         state, size = self._slot(step, slot), self.limits.block_size
         end = len(state.history)
@@ -481,7 +487,7 @@ class FakeDevice:
         return state.history
 
     def _lost(self, step: int, slot: int, group: int, position: int) -> StepViolation:
-        """Return the violation of a row that finds other tokens from `position` on."""
+        """Return the violation of a row that reads other tokens from `position` on."""
         state = self._slots[slot]
         block, offset = self._cell(step, slot, group, position)
         while self._cells[block].serials[offset] == state.serials[group][position]:
@@ -521,7 +527,7 @@ class FakeDevice:
             output.logprobs[slot] = self._logprobs(token, token, params.logprobs)
 
     def _force(self, slot: int, known: list[int], output: StepOutput) -> None:
-        """Say which tokens have to follow the known ones, if these are as many as are of use."""
+        """Output the tokens forced after the known ones, up to the number that is useful."""
         assert self.forces is not None
         state, forced = self._slots[slot], list[int]()
         for _ in range(self.forces(known)):
@@ -532,8 +538,9 @@ class FakeDevice:
             output.forced[slot] = forced
 
     def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
-        """Write what a row without a token gives: an error, or the sum of made-up hidden states that its `pooling` asks
-        for."""
+        """Write the result of a row that samples no token: an error, or the sum of fake hidden states that its
+        `pooling`
+        selects."""
         error = self.row_failure(history) if self.row_failure is not None else None
         if error is not None:
             output.errors[row.slot] = error

@@ -1,4 +1,4 @@
-"""FakeEngine and FakePipeline: the real engine, answering from a script, without a model and without torch."""
+"""FakeEngine and FakePipeline: the real engine with scripted answers, without a model and without torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from asyncllm.text.chat_template import ChatTemplate
 __all__ = ["Answers", "FakeEngine", "FakePipeline", "FakeTemplate", "fake_parts"]
 
 Answers = str | Mapping[str, str] | Callable[[str], str] | None
-"""What the fake says: always the same, by the last user message, computed from it; None repeats it.
-A message that the mapping lacks is repeated too."""
+"""The scripted answers: one text for all, a mapping from the last user message, or a function of it. None repeats the
+message, and so does a mapping without it."""
 
 TURN = "\x02{role}\x1f{content}\x03"
-"""A message in the fake chat template; the control characters keep texts apart whatever they hold."""
+"""A message in the fake chat template. The control characters delimit texts of any content."""
 
 
 class _Renderer:
-    """Writes checked messages down so that they can be taken apart again. Tools come first, as a message of theirs."""
+    """Writes checked messages so that they can be parsed again. Tools come first, as a message of their own."""
 
     variables: frozenset[str] = frozenset()
     source: str | None = "<tool_call>"
-    """As in Qwen's templates: by this the format of calls is known."""
+    """As in Qwen's templates. The format of calls is detected from it."""
     reads_tools = True
 
     def render(self, messages: list[dict[str, Any]], ending: str, variables: Mapping[str, Any]) -> str:
@@ -50,9 +50,9 @@ class _Renderer:
 
 
 def _content_of(message: dict[str, Any]) -> str:
-    """Return a message's content with its calls behind it, as a model with this template writes them.
+    """Return a message's content followed by its calls, as a model with this template writes them.
 
-    Raises InvalidMessage for calls of another form.
+    Raises InvalidMessage for malformed calls.
     """
     try:
         functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -66,14 +66,14 @@ def _content_of(message: dict[str, Any]) -> str:
 
 
 class FakeTemplate(ChatTemplate):
-    """A chat template whose prompts can be taken apart again; it checks messages like any other."""
+    """A chat template whose prompts can be parsed again. It checks messages like any other."""
 
     def __init__(self) -> None:
         super().__init__("fake", _Renderer())
 
     @staticmethod
     def last_user_message(prompt: str) -> str:
-        """Return the inverse of `render`; a prompt that was not rendered is the message itself."""
+        """Return the last user message of a rendered prompt. A prompt that was not rendered is the message itself."""
         _, found, rest = prompt.rpartition("\x02user\x1f")
         return rest.partition("\x03")[0] if found else prompt
 
@@ -86,8 +86,8 @@ def fake_parts(
     faults: FaultPlan | None = None,
     **device: Any,
 ) -> dict[str, Any]:
-    """Return the `executor`, `tokenizer` and `chat_template` of a fake engine, and what `faults` stand in front of
-    besides. The adapters of `config` are taken for loaded. `device`: arguments of FakeExecutor."""
+    """Return the `executor`, `tokenizer` and `chat_template` of a fake engine, and whatever else `faults` wraps. The
+    adapters of `config` count as loaded. `device`: arguments of FakeExecutor."""
     tokenizer, template = ByteTokenizer(), FakeTemplate()
 
     def answer(prompt_ids: list[int]) -> list[int]:
@@ -117,14 +117,16 @@ def fake_parts(
 
 
 class FakeEngine(AsyncEngine):
-    """An AsyncEngine for the tests of programs that use one: scheduling, streaming, sessions, cancellation and errors
-    are the real ones; only the tokens are made up.
+    """An AsyncEngine for testing programs that use one. Scheduling, streaming, sessions, cancellation and errors are
+    real;
+    only the tokens are scripted.
 
         async with FakeEngine({"ping": "pong"}) as llm:
             assert (await llm.generate("ping")).text == "pong"
 
-    One token is one byte of UTF-8. `executor.pause()`, `fail_at` and `row_failure` of FakeExecutor make it late or
-    broken, and a FaultPlan breaks any part of it.
+    One token is one byte of UTF-8. FakeExecutor's `executor.pause()`, `fail_at` and `row_failure` delay or break it,
+    and a
+    FaultPlan breaks any part of it.
     """
 
     def __init__(
@@ -136,14 +138,14 @@ class FakeEngine(AsyncEngine):
         faults: FaultPlan | None = None,
         **device: Any,
     ) -> None:
-        """`delay_per_token` in seconds. `device`: arguments of FakeExecutor, such as num_blocks or fail_at."""
+        """`delay_per_token`: in seconds. `device`: arguments of FakeExecutor, such as num_blocks or fail_at."""
         parts = fake_parts(answers, config=backend_config, delay_per_token=delay_per_token, faults=faults, **device)
         self.executor: FakeExecutor = parts["executor"]
         super().__init__("fake", backend_config, **parts)
 
 
 class FakePipeline(Pipeline):
-    """The same for the tests of synchronous programs."""
+    """FakeEngine's counterpart for testing synchronous programs."""
 
     def __init__(
         self,

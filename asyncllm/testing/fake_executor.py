@@ -1,4 +1,4 @@
-"""FakeExecutor: a FakeDevice in a thread, which completes steps late and out of the event loop's control."""
+"""FakeExecutor: a FakeDevice in a thread, which completes steps late and independently of the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FakeExecutor:
     """An Executor for tests: deterministic tokens, a real thread, and faults on request.
 
     Steps run in order in one worker thread. `pause()` holds them back until `advance(k)` or `resume()`, so that a test
-    decides when the device is late.
+    controls when the device is late.
     """
 
     isolated = False
@@ -56,11 +56,13 @@ class FakeExecutor:
         command_error: Callable[[Command], Exception | None] | None = None,
         adapter_error: Callable[[LoadAdapter], Exception | None] | None = None,
     ) -> None:
-        """`latency`: seconds per step. `fail_at`: from the how-manieth step (from 0) on the device is of no use.
-        `start_error`: raised by `start()`. `wrap`: as in `open_executor`. `command_error`: gives what a command raises
-        instead of being carried out, or None; `adapter_error` the same of an adapter. The rest is as in FakeDevice.
+        """`latency`: seconds per step. `fail_at`: number of the step, from 0, at which the device fails for good.
+        `start_error`: raised by `start()`. `wrap`: see `open_executor`. `command_error`: returns the error that a
+        command
+        raises in place of being carried out, or None; `adapter_error` does so for an adapter. Other arguments: see
+        FakeDevice.
 
-        Whatever else the device raises ends the rows of that step, but for a StepViolation."""
+        Any error of the device except StepViolation ends the rows of its step only."""
         self.device = FakeDevice(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -89,10 +91,10 @@ class FakeExecutor:
         self.commands: list[Command] = []
         """Every command, in order."""
         self.batches: list[Batch] = []
-        """Every batch submitted, in order."""
+        """Every submitted batch, in order."""
         self.num_completed = 0
         self.max_in_flight = 0
-        """Most steps that were submitted and not yet completed at one time."""
+        """Maximum number of steps in flight at one time."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._gate = threading.Condition()
         self._allowance: float = inf  # steps that may still complete; guarded by the gate
@@ -104,7 +106,7 @@ class FakeExecutor:
         self._on_step: Callable[[], None] = lambda: None
 
     def watch(self, on_step: Callable[[], None], on_death: Callable[[Exception], None]) -> None:
-        """As a `StepExecutor`."""
+        """See `StepExecutor`."""
         self._on_step = on_step
 
     async def start(self) -> Limits:
@@ -126,7 +128,7 @@ class FakeExecutor:
         return future
 
     def carry_out(self, command: Command) -> asyncio.Future[None]:
-        """Carry out a command at once, even when paused. Raises AssertionError while a step is in flight."""
+        """Carry out a command at once, even while paused. Raises AssertionError while a step is in flight."""
         assert len(self.batches) == self.num_completed, "a command comes while a step is in flight"
         if self._loop is None or self._closing.is_set():
             raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
@@ -136,7 +138,7 @@ class FakeExecutor:
         return future
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
-        """Take an adapter for loaded at once, even when paused."""
+        """Record an adapter as loaded at once, even while paused."""
         if self._loop is None or self._closing.is_set():
             raise EngineClosed("The executor does not run: start() comes first, and nothing after close().")
         future: asyncio.Future[str] = self._loop.create_future()
@@ -148,7 +150,7 @@ class FakeExecutor:
         return future
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         self.device.drop_adapter(number)
 
     async def close(self) -> None:
@@ -162,7 +164,7 @@ class FakeExecutor:
         self._thread = None
 
     def pause(self) -> None:
-        """Complete no further step, except as `advance` allows."""
+        """Stop completing steps, except as `advance` allows."""
         self._allow(0)
 
     def advance(self, steps: int = 1) -> None:
@@ -170,7 +172,7 @@ class FakeExecutor:
         self._allow(self._allowance + steps)
 
     def resume(self) -> None:
-        """Complete steps as they come again."""
+        """Complete steps as they arrive again."""
         self._allow(inf)
 
     def _allow(self, steps: float) -> None:
@@ -229,7 +231,7 @@ class FakeExecutor:
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
-        # A loop that closed without closing the executor has no reader left.
+        # A loop that closed without closing the executor no longer has a reader.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)
 
@@ -245,6 +247,6 @@ class FakeExecutor:
             assert error is not None
             future.set_exception(error)
             if self._closing.is_set():
-                future.exception()  # the caller that closes the executor knows that waiting steps are dropped
+                future.exception()  # whoever closes the executor knows that waiting steps are dropped
         del error, future, output  # an error refers to this frame, and the frame to those that called
         self._on_step()

@@ -1,4 +1,4 @@
-"""FaultPlan: faults on purpose, at named points of an engine, in the parts around it and never in its own code.
+"""FaultPlan: deliberate faults at named points of an engine, injected by wrappers of its parts, never in its own code.
 
     plan = FaultPlan(Fault("decode", at=3), Fault("emit", request="poison"))
     async with FakeEngine("an answer", faults=plan) as llm: ...
@@ -28,17 +28,16 @@ __all__ = ["FaultPlan"]
 
 
 class FaultPlan(Faults):
-    """The faults of one engine, and its parts with these faults in front of them."""
+    """The faults of one engine, and the wrapped parts that inject them."""
 
     def agent(self, inner: Agent) -> Agent:
-        """Return what runs or launches steps, with the faults of steps: `wrap` of `open_executor` and of
-        FakeExecutor."""
+        """Wrap an agent with the faults of steps. Pass this as `wrap` to `open_executor` or FakeExecutor."""
         from asyncllm.testing.faulty_parts import faulty_agent
 
         return faulty_agent(inner, self)
 
     def parts(self, executor: Executor, tokenizer: Tokenizer, chat_template: ChatTemplate) -> dict[str, Any]:
-        """Return arguments of AsyncEngine. `executor` was made with `wrap=plan.agent`."""
+        """Return arguments of AsyncEngine. `executor` must have been made with `wrap=plan.agent`."""
         from asyncllm.testing.faulty_parts import FaultyScheduler, FaultyTokenizer, faulty_template
 
         return {

@@ -1,4 +1,4 @@
-"""Faults on purpose: what can be planned, and the points of an engine at which it happens."""
+"""Deliberate faults: the faults that can be planned, and the points of an engine at which they occur."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ __all__ = ["Action", "Fault", "Faults", "InjectedFault", "Point"]
 Point = Literal[
     "tokenize", "template", "admit", "alloc", "prefill", "decode", "sample", "detokenize", "emit", "swap", "free"
 ]
-"""Where: encoding and rendering a prompt; giving a sequence its row, a sequence blocks; a step with prompt rows, with
-decode rows, its choice of tokens; turning tokens into text, handing a chunk over; a step's copies between device and
-host; giving blocks back."""
+"""Encoding and rendering a prompt; giving a sequence its row, giving it blocks; a step with prompt rows, with decode
+rows, its sampling; detokenizing, delivering a chunk; a step's copies between device and host; freeing blocks."""
 
 Action = Literal["raise", "sleep", "corrupt"]
 
 CORRUPTIBLE = ("tokenize", "prefill", "decode", "sample")
-"""Ids outside the vocabulary, rows whose numbers are not finite (prefill, decode), a sampled id outside the vocabulary.
-Other corruptions would not be noticed."""
+"""Points whose results can be corrupted: ids outside the vocabulary (tokenize), rows with non-finite numbers (prefill,
+decode), a sampled id outside the vocabulary (sample). Other corruptions would go unnoticed."""
 
 
 class InjectedFault(Exception):
-    """What a fault raises unless it is given an error of its own."""
+    """The error that a fault raises by default."""
 
 
 class Fault:
-    """One fault, and how often it has happened."""
+    """One fault, and the number of times it has occurred."""
 
     def __init__(
         self,
@@ -43,12 +42,15 @@ class Fault:
         seconds: float = 0.01,
         error: Exception | None = None,
     ) -> None:
-        """Plan the fault from the time number `at` on that the point is reached, counted from 0, for `times` times;
-        None: without end.
+        """Plan the fault for `times` occurrences (None: unlimited), starting when the point is reached for the `at`-th
+        time,
+        counted from 0.
 
-        `probability` of each time, by the plan's seed. `request`: only for prompts that hold this text, in a step only
-        if it has such a row. `seconds` that "sleep" takes. `error` that "raise" raises. Raises ValueError for a fault
-        that cannot be.
+        `probability` of each occurrence, drawn with the plan's seed. `request`: only for prompts that contain this
+        text; in a
+        step, only if it has such a row. `seconds`: the duration of "sleep". `error`: the exception of "raise". Raises
+        ValueError
+        for an impossible fault.
         """
         if point not in get_args(Point) or action not in get_args(Action):
             raise ValueError(f"There is no fault {action!r} at {point!r}. See Point and Action.")
@@ -63,7 +65,7 @@ class Fault:
         self.seconds = seconds
         self.error = error
         self.num_reached = 0
-        """Times that its point was reached by its request."""
+        """Times that its point was reached by a matching request."""
         self.num_fired = 0
 
     def _fires(self, dice: Random) -> bool:
@@ -80,7 +82,7 @@ class Fault:
 
 
 class Faults:
-    """The faults of one engine. `add` writes them; the parts only count, each in its own thread."""
+    """The faults of one engine. `add` changes them; the parts only count, each in its own thread."""
 
     def __init__(self, *faults: Fault, seed: int = 0) -> None:
         self.faults = list(faults)
@@ -94,13 +96,13 @@ class Faults:
         return fault
 
     def clear(self) -> None:
-        """Forget all faults."""
+        """Remove all faults."""
         self.faults.clear()
 
     def reach(self, point: Point, prompts: Sequence[str] = ()) -> int | None:
-        """Raise or sleep if that is planned for this point and requests with these prompts.
+        """Raise or sleep if a fault is planned for this point and requests with these prompts.
 
-        Returns the index of the prompt whose result is to be corrupted; None: none.
+        Returns the index of the prompt whose result is to be corrupted, or None.
         """
         corrupted: int | None = None
         for fault in self.faults:
@@ -119,8 +121,9 @@ class Faults:
 
 
 def _take(seconds: float) -> None:
-    """Take as long as a computation of `seconds` would; in the event loop's thread by a loop of Python, as a blocking
-    call would be noticed there."""
+    """Take as long as a computation of `seconds`. In the event loop's thread, spin in Python, since a blocking call
+    would
+    be detected there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

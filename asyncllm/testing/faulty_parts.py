@@ -1,4 +1,4 @@
-"""The parts of an engine in front of which a FaultPlan stands. Each does what the real one does, after `plan.reach`."""
+"""Wrappers of an engine's parts that inject a FaultPlan's faults. Each acts as the real part, after `plan.reach`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncllm.types import Chunk, FinishReason
 __all__ = ["FaultyScheduler", "FaultyTokenizer", "faulty_agent", "faulty_template"]
 
 NO_TOKEN = 2**31 - 1
-"""An id that is in no vocabulary."""
+"""An id outside every vocabulary."""
 
 
 class FaultyTokenizer(Tokenizer):
@@ -73,8 +73,8 @@ def faulty_template(inner: ChatTemplate, plan: Faults) -> ChatTemplate:
 
 
 class FaultyScheduler(Scheduler):
-    """Faults at the points of the event loop, by parts that stand in front of the queue, the blocks and each request's
-    delivery and answers."""
+    """Injects faults at the points of the event loop, by wrapping the queue, the blocks and each request's delivery and
+    answers."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class FaultyScheduler(Scheduler):
         self._plan = plan
         self._tokenizer = tokenizer
         self._admitted: dict[Sequence, None] = {}
-        """Sequences that have, or had, a row, until they finish."""
+        """Sequences that have or had a row, until they finish."""
         queue: Any = _FaultyQueue(waiting or WaitingQueue(), plan, self._admitted)
         super().__init__(limits, waiting=queue, **settings)
         self.blocks: BlockManager = _FaultyBlocks(self.blocks, plan)  # type: ignore[assignment]
@@ -117,13 +117,13 @@ class FaultyScheduler(Scheduler):
 
 
 def _prompt_of(sequence: Sequence) -> str:
-    """Return the prompt of a sequence that was added: a map of prompts would keep requests that have ended."""
+    """Return the prompt of an added sequence. A map of prompts would keep finished requests alive."""
     prompt: str = sequence.answer.prompt  # type: ignore[attr-defined]
     return prompt
 
 
 class _Front:
-    """Stands in front of a part, and hands on what it does not do itself."""
+    """Wraps a part, and delegates everything it does not define."""
 
     def __init__(self, inner: Any, plan: Faults) -> None:
         self._inner = inner
@@ -169,7 +169,7 @@ class _FaultyBlocks(_Front):
 
 
 class _OfRequest(_Front):
-    """Stands in front of a request's part; `prompt` is the request's."""
+    """Wraps a part of a request. `prompt`: the request's prompt."""
 
     def __init__(self, inner: Any, plan: Faults, prompt: str) -> None:
         super().__init__(inner, plan)
@@ -197,7 +197,7 @@ class _FaultyAnswer(_OfRequest):
 
 
 class _StepFaults:
-    """The faults of one step: "swap", "prefill" and "decode" ahead of it, "sample" behind it."""
+    """The faults of one step: "swap", "prefill" and "decode" before it, "sample" after it."""
 
     def __init__(self, plan: Faults, batch: Batch) -> None:
         self._plan = plan
@@ -221,7 +221,7 @@ class _StepFaults:
         return index
 
     def after(self, output: StepOutput) -> StepOutput:
-        """Return what the step gives with these faults. Raises what is planned at "sample"."""
+        """Apply the faults to a step's output and return it. Raises the errors planned at "sample"."""
         output.errors |= dict.fromkeys(self._spoilt, "a planned fault made its logits not finite")
         if output.slots:
             index = self._reach("sample", output.slots)
@@ -231,7 +231,7 @@ class _StepFaults:
 
 
 class _FaultyStep:
-    """A LaunchedStep with the faults of its results."""
+    """A LaunchedStep that injects faults into its results."""
 
     def __init__(self, inner: LaunchedStep, faults: _StepFaults) -> None:
         self._inner = inner
@@ -249,7 +249,7 @@ class _FaultyStep:
 
 
 class _FaultyAgent:
-    """An agent with the faults of steps."""
+    """An agent that injects the faults of steps."""
 
     def __init__(self, inner: Agent, plan: Faults) -> None:
         self._inner = inner

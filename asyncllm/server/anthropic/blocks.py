@@ -1,4 +1,4 @@
-"""Turns Anthropic's messages, which consist of blocks, into messages of a chat."""
+"""Convert Anthropic's messages, which consist of blocks, to chat messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["messages_of"]
 
 
 def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return `system` and `messages` as messages of a chat. Raises ApiError for blocks of other kinds than text,
-    images, tools and reasoning."""
+    """Return `system` and `messages` as chat messages. Raises ApiError for blocks other than text, images, tools and
+    reasoning."""
     result: list[Message] = []
     if system:
         result.append({"role": "system", "content": _text(system, "system")})
@@ -35,7 +35,7 @@ def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[di
 
 
 def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Return the results of tools, each a message of its own, and then text and images."""
+    """Return the tool results, each a message of its own, followed by text and images."""
     messages: list[Message] = []
     parts: list[dict[str, Any]] = []
     for block in blocks:
@@ -65,14 +65,14 @@ def _part(block: Any, where: str, *, images: bool = True) -> dict[str, Any]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
-    """Return the parts if there are images among them, otherwise their text."""
+    """Return the parts if they include images, otherwise their text."""
     if any(part["type"] == "image_url" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 
 
 def _url(source: Any, where: str) -> str:
-    """Return the address of an image, or the image itself as a data: URL."""
+    """Return an image's URL: its address, or the image itself as a data: URL."""
     match source:
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
             return f"data:{kind};base64,{data}"
@@ -88,7 +88,7 @@ def _answer(blocks: list[dict[str, Any]], where: str) -> Message:
             case "thinking":
                 thoughts.append(str(block.get("thinking") or ""))
             case "redacted_thinking":
-                continue  # nothing can be read of it
+                continue  # redacted reasoning has no readable text
             case "tool_use":
                 if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
                     raise _refused(f"{where} has a tool_use without id or name. Send it as it came.")

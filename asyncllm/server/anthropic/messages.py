@@ -28,7 +28,7 @@ from asyncllm.types import Chunk, Response
 __all__ = ["MessageObject", "TokenCount", "count_tokens", "create_message"]
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-"""The engine's finish reason -> stop reason, if it is not the end of a turn."""
+"""The engine's finish reason -> stop reason, if it is not end_turn or stop_sequence."""
 
 
 def _named(name: bytes, data: bytes) -> bytes:
@@ -39,13 +39,13 @@ FRAMING = replace(SSE, ping=_named(b"ping", b'{"type":"ping"}'), done=b"")
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens."""
+    """Token counts."""
 
     input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: int | None = None
     cache_read_input_tokens: int | None = None
-    """Not told apart: `input_tokens` are all of the prompt's."""
+    """Not reported: `input_tokens` counts the whole prompt."""
 
 
 class MessageObject(msgspec.Struct, kw_only=True):
@@ -97,7 +97,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
-    """Count the tokens of a prompt as POST /v1/messages would have it."""
+    """Count the tokens of the prompt that POST /v1/messages would build."""
     service = service_of(request)
     body = await read_request(request, CountTokensRequest)
     encoded: Any = await service.engine.encode(
@@ -131,7 +131,7 @@ def _whole(message_id: str, model: str, response: Response) -> MessageObject:
 
 
 SIGNATURE = "asyncllm"
-"""The signature of reasoning, which clients send back and nothing checks."""
+"""The signature of reasoning. Clients send it back; nothing checks it."""
 
 
 def _stop(answer: Chunk | Response) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The list of models in Anthropic's format, for clients with its header.
+"""The list of models in Anthropic's format, for clients that send its header.
 
 Documented at https://docs.claude.com/en/api/models-list.
 """
@@ -23,13 +23,13 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     created_at: str
     display_name: str
     max_input_tokens: int
-    """Of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     lifecycle: str = "active"
     type: str = "model"
 
 
 class ModelInfoList(msgspec.Struct, kw_only=True):
-    """All of them, on one page."""
+    """All models, on one page."""
 
     data: list[ModelInfo]
     first_id: str
@@ -38,7 +38,7 @@ class ModelInfoList(msgspec.Struct, kw_only=True):
 
 
 def asks_for_anthropic(request: web.Request) -> bool:
-    """Return whether the request comes from a client of Anthropic's."""
+    """Return whether the request comes from an Anthropic client."""
     return "anthropic-version" in request.headers
 
 
@@ -49,6 +49,6 @@ def model_info(service: Service, name: str) -> ModelInfo:
 
 
 def list_of(service: Service, names: Sequence[str]) -> ModelInfoList:
-    """Return the list of models of these names."""
+    """Return the list of these models."""
     data = [model_info(service, name) for name in names]
     return ModelInfoList(data=data, first_id=names[0], last_id=names[-1])

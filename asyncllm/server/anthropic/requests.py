@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's routes, and their fields as arguments of the engine."""
+"""Request bodies of Anthropic's routes, and the conversion of their fields to the engine's arguments."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of reasoning."""
+    """Maximum number of reasoning tokens."""
     display: Literal["summarized"] | None = None
-    """What the model thinks is sent as it is."""
+    """The reasoning is sent in full."""
 
 
 class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Annotated[str, Meta(max_length=64)] | None = None
     """For templates that read it."""
     format: dict[str, Any] | None = None
-    """What the answer is held to: json_schema."""
+    """The form of the answer: json_schema."""
 
 
 class ToolChoiceOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +66,7 @@ class MessagesRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/messages."""
 
     messages: Messages
-    """Of users and the assistant, whose content is a text or blocks."""
+    """Messages of users and the assistant, whose content is a text or blocks."""
     max_tokens: NewTokens
     system: str | list[dict[str, Any]] | None = None
     tools: AnthropicTools | None = None
@@ -76,19 +76,19 @@ class MessagesRequest(SamplingFields, kw_only=True):
     output_config: OutputOptions | None = None
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: ImageOptions | None = None
-    """How images are prepared, as in chat completions."""
+    """Image preparation, as in chat completions."""
     stop_sequences: Words | None = None
     stream: bool | None = None
     thread: dict[str, Any] | None = None
-    """Refused, in the words that Anthropic's client goes on after without."""
+    """Refused with the words that make Anthropic's client retry without it."""
 
 
 WORDS = {"any": "required"}
-"""Of `tool_choice`, by OpenAI's."""
+"""Values of `tool_choice` -> OpenAI's."""
 
 
 def options_of(body: CountTokensRequest | MessagesRequest, template: ChatTemplate) -> RequestKeywords:
-    """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
+    """Return the tools, the reasoning effort and the image preparation as keyword arguments of the engine. Raises
     ApiError."""
     if isinstance(body, MessagesRequest) and body.thread is not None:
         raise ApiError(

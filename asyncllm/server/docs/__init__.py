@@ -1,1 +1,1 @@
-"""The server's documentation of itself: the OpenAPI document and the page at /."""
+"""The server's own documentation: the OpenAPI document and the page at /."""

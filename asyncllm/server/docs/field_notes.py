@@ -1,4 +1,4 @@
-"""Reads the docstrings of a Struct's fields from its source, for the documentation."""
+"""Read the docstrings of a Struct's fields from its source, for the API documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["field_notes"]
 
 
 def field_notes(kind: type[Any]) -> dict[str, str]:
-    """Return field -> the string that follows it in the source of a class and its bases; empty without the source."""
+    """Return field -> the string that follows it in the source of the class and its bases; empty without the source."""
     notes: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("asyncllm."):
@@ -23,7 +23,7 @@ def field_notes(kind: type[Any]) -> dict[str, str]:
 
 @cache
 def _notes_in(module: str) -> dict[str, dict[str, str]]:
-    """Return the notes by class and field."""
+    """Return the notes of a module by class and field."""
     try:
         source = inspect.getsource(sys.modules[module])
     except OSError:

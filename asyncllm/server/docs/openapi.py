@@ -1,7 +1,7 @@
-"""GET /openapi.json: the table of routes as OpenAPI 3.1, so that documentation and server agree.
+"""GET /openapi.json: the route table as OpenAPI 3.1, so that documentation and server agree.
 
-The server takes every body that the document allows, as far as a schema can say it: an unsupported parameter is there
-with its neutral values, and bounds are those of this server and its model.
+The server accepts every body that the document allows, as far as a schema can express it: an unsupported parameter is
+listed with its neutral values, and bounds are those of this server and its model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
 PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters for which the checkpoint may have defaults of its own."""
+"""Parameters whose defaults the checkpoint may set."""
 
 GROUPS = {
     "v1": "Answers and models",
@@ -50,7 +50,7 @@ GROUPS = {
     "openapi.json": "Documentation",
     "": "Documentation",
 }
-"""Beginning of a path -> tag."""
+"""Path prefix -> tag."""
 
 ENGINE_NAMES = {name: engine_name for engine_name, name in NAMES.items()} | {"max_completion_tokens": "max_new_tokens"}
 """Field without a docstring -> the engine's setting with the same meaning, which has one."""
@@ -81,7 +81,7 @@ FLAT_ERROR: Schema = {
         "code": {"type": "integer", "description": "The status."},
     },
 }
-"""With `error_format="lmdeploy"`."""
+"""The error body with `error_format="lmdeploy"`."""
 
 ANTHROPIC_ERROR: Schema = {
     "type": "object",
@@ -95,17 +95,17 @@ ANTHROPIC_ERROR: Schema = {
         },
     },
 }
-"""Of Anthropic's routes."""
+"""The error body of Anthropic's routes."""
 
 OLLAMA_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": ERROR["properties"]["error"]["properties"]["message"]},
 }
-"""Of Ollama's routes."""
+"""The error body of Ollama's routes."""
 
 OWN_ERRORS = {"anthropic": ("AnthropicError", ANTHROPIC_ERROR), "ollama": ("OllamaError", OLLAMA_ERROR)}
-"""Names and schemas of errors by their form, where that is a route's own."""
+"""Error format of a group of routes -> its schema's name and the schema."""
 
 GIVEN: Schema = {"not": {"type": "null"}}
 
@@ -148,7 +148,7 @@ def _message(roles: list[str], least: int) -> Schema:
 
 
 STRUCTURE = frozenset(Structured.__annotations__)
-"""Fields about an answer's form."""
+"""Fields that constrain the form of an answer."""
 
 TOOL: Schema = {
     "type": "object",
@@ -167,7 +167,7 @@ TOOL: Schema = {
     },
     "required": ["type", "function"],
 }
-"""A function that may be called. Two have different names, which a schema cannot say."""
+"""A callable function. No two may have the same name, which a schema cannot express."""
 
 MESSAGE: Schema = {
     "anyOf": [
@@ -175,7 +175,7 @@ MESSAGE: Schema = {
         _message(["system", "developer", "assistant", "tool", "function"], 0),
     ]
 }
-"""Only a user has to say something."""
+"""Only a user message must have content."""
 
 
 async def openapi_json(request: web.Request) -> web.Response:
@@ -293,7 +293,7 @@ def _responses(route: Route, service: Service) -> Schema:
 
 
 def _all_structs(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
-    """Return the Structs, and those that their fields hold."""
+    """Return the Structs and those nested in their fields."""
     found: dict[Any, None] = {}
 
     def look(type_: Any) -> None:
@@ -316,7 +316,7 @@ def _all_structs(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Str
 
 
 def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> None:
-    """Add what msgspec does not know: descriptions, supported values, bounds of this server."""
+    """Add what msgspec does not know: descriptions, supported values, and this server's bounds."""
     properties: Schema = schema.get("properties", {})
     notes, hints = field_notes(kind), get_type_hints(kind)
     settings = _setting_notes()
@@ -334,7 +334,7 @@ def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> N
         _bound(name, field, hints.get(name), service, kind)
     if issubclass(kind, Body):
         for name, neutral in NEUTRAL.items():
-            # What asks for the generation of an answer is no field of routes that generate none.
+            # Fields that control generation do not apply to routes that generate nothing.
             if name not in properties and (issubclass(kind, SamplingFields) or neutral.values is None):
                 properties[name] = _not_implemented(neutral)
     if issubclass(kind, OpenAIFields):
@@ -357,7 +357,7 @@ def _not_implemented(neutral: Neutral) -> Schema:
 
 
 def _setting_notes() -> dict[str, Schema]:
-    """Return, by setting of GenerationConfig, its description as an entry of a schema."""
+    """Return the description of each setting of GenerationConfig, as part of a schema."""
     _, components = msgspec.json.schema_components([GenerationConfig])
     notes = {}
     for name, field in components["GenerationConfig"]["properties"].items():
@@ -368,12 +368,12 @@ def _setting_notes() -> dict[str, Schema]:
 
 
 def _templates(service: Service) -> list[ChatTemplate]:
-    """Return the chat templates of the model and of its adapters."""
+    """Return the chat templates of the model and its adapters."""
     return [service.engine.chat_template_of(name) for name in (None, *service.engine.adapters)]
 
 
 def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msgspec.Struct]) -> None:
-    """Narrow the schema of a field of the request `kind` to what this server takes."""
+    """Narrow the schema of a field of the request `kind` to what this server accepts."""
     limits, config = service.engine.limits, service.config
     token: Schema = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
     if name == "model":
@@ -414,12 +414,12 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
 
 
 def _alternative(field: Schema, type_: str) -> Schema:
-    """Return the part of a field's schema for values of this type."""
+    """Return the part of a field's schema that covers values of this type."""
     return next((each for each in field.get("anyOf", ()) if each.get("type") == type_), field)
 
 
 def _digits_up_to(last: int) -> str:
-    """Return a regular expression of the whole numbers from 0 to `last`."""
+    """Return a regular expression that matches the whole numbers from 0 to `last`."""
     digits = str(last)
     forms = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}", digits] if len(digits) > 1 else [f"[0-{digits}]"]
     for index, digit in enumerate(digits if len(digits) > 1 else ""):
@@ -430,7 +430,7 @@ def _digits_up_to(last: int) -> str:
 
 
 def _only_with(name: str, value: Schema, switch: str) -> Schema:
-    """Return the condition that `switch` is true where `name` has such a value."""
+    """Return the condition that `switch` is true if `name` has such a value."""
     return {
         "if": {"required": [name], "properties": {name: value}},
         "then": {"required": [switch], "properties": {switch: {"const": True}}},
@@ -438,7 +438,7 @@ def _only_with(name: str, value: Schema, switch: str) -> Schema:
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return the values of an enum, of which JSON takes 1 and 1.0 for the same."""
+    """Return the values of an enum without duplicates. JSON treats 1 and 1.0 as equal."""
     kept: list[Any] = []
     for value in values:
         if not any(type(value) is not bool and type(each) is not bool and value == each for each in kept):

@@ -1,4 +1,4 @@
-"""GET /: a page with a chat and forms for the routes, which loads nothing from other servers."""
+"""GET /: a page with a chat and forms for the routes. It loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "assets" / "page"
 
 
 def _inlined() -> bytes:
-    """Return index.html with its style sheet and scripts in the places that name them."""
+    """Return index.html with its style sheet and scripts inlined."""
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     for reference, tag in (
         (r'<link rel="stylesheet" href="([\w.]+)">', "style"),
@@ -32,7 +32,7 @@ PAGE = _inlined()
 
 
 def _hashes(tag: bytes) -> str:
-    """Return the sources of a Content-Security-Policy that allow the page's own elements of this tag, and no others."""
+    """Return the Content-Security-Policy sources that allow exactly the page's own elements of this tag."""
     found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
 
@@ -41,7 +41,7 @@ HEADERS = {
     "Content-Security-Policy": (
         f"default-src 'none'; script-src {_hashes(b'script')}; style-src {_hashes(b'style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        # The browser itself refuses whatever would read a text as markup.
+        # The browser itself refuses to parse text as markup.
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "Referrer-Policy": "no-referrer",
@@ -51,6 +51,6 @@ HEADERS = {
 
 async def docs(request: web.Request) -> web.Response:
     """This page: a chat with the model, the routes with their fields, and forms to try them."""
-    # It needs no key, as a browser sends none when its user opens an address, and it is the same for every
-    # server. What it shows of this one, it gets from /openapi.json with the key that is typed into it.
+    # The page needs no key, since a browser sends none when its user opens an address, and it is the same for every
+    # server. It reads this server's details from /openapi.json, with the key that the user types in.
     return web.Response(body=PAGE, content_type="text/html", charset="utf-8", headers=HEADERS)

@@ -1,1 +1,1 @@
-"""LMDeploy's own routes, and vLLM's for tokens."""
+"""LMDeploy's own routes, and vLLM's tokenization routes."""

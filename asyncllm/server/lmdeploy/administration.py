@@ -1,4 +1,5 @@
-"""LMDeploy's routes by which the model sleeps and wakes, with the server up all the while, and the server ends."""
+"""LMDeploy's administration routes: put the model to sleep and wake it while the server stays up, and stop the
+server."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ TAGS: dict[str, Any] = {"type": "array", "items": {"enum": ["weights", "kv_cache
 
 
 class Sleeping(msgspec.Struct, kw_only=True):
-    """Whether the model, or a part of it, sleeps."""
+    """Whether the model or a part of it sleeps."""
 
     is_sleeping: bool
 
 
 def _query(request: web.Request, name: str) -> list[str]:
-    """Return the values of the one parameter that the route takes. Raises ApiError 400 for another one."""
+    """Return the values of the route's only parameter. Raises ApiError 400 for any other parameter."""
     for other in request.query:
         if other != name:
             raise ApiError(
@@ -50,8 +51,8 @@ def _state(request: web.Request) -> web.Response:
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """Give the device's memory back until /wakeup: weights go to host memory (level 1), or are dropped (2) and come
-    from the checkpoint again. Running answers wait, and go on afterwards; new requests get a 503."""
+    """Release the device's memory until /wakeup. Level 1 moves the weights to host memory; level 2 drops them and reads
+    the checkpoint again. Running answers pause and continue afterwards; new requests get a 503."""
     levels = _query(request, "level") or ["1"]
     if levels not in (["1"], ["2"]):
         raise ApiError(400, "level must be 1 or 2.", code="invalid_value", param="level")
@@ -60,21 +61,22 @@ async def sleep(request: web.Request) -> web.Response:
 
 
 async def wakeup(request: web.Request) -> web.Response:
-    """Take the memory again: everything, or what `tags` name, weights before kv_cache."""
+    """Take the memory back: everything, or the parts named by `tags`, weights before kv_cache."""
     await service_of(request).engine.wake(_query(request, "tags") or None)
     return _state(request)
 
 
 class Terminating(msgspec.Struct, kw_only=True):
-    """The work left before the server ends."""
+    """The work left before the server stops."""
 
     running: int
-    """Running requests, which may finish within `drain_timeout`."""
+    """Running requests, which have `drain_timeout` to finish."""
 
 
 async def terminate(request: web.Request) -> web.Response:
-    """End the server as SIGTERM does: running answers finish, new requests are refused. A page of another site may not,
-    as a mere link or image asks with GET."""
+    """Stop the server as SIGTERM does: running answers finish, new requests are refused. Requests from another site's
+    page
+    are refused, since a mere link or image can send a GET."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "A page of another site may not stop the server.", code="cross_site")
     service = service_of(request)

@@ -1,4 +1,4 @@
-"""POST /generate: a prompt or its token ids in, text and token ids out, as LMDeploy has it."""
+"""LMDeploy's POST /generate: takes a prompt or token ids, returns text and token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["generate"]
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Continue a prompt as it is, with token ids and their log-probabilities in the answer."""
+    """Continue a prompt without a chat template. The answer has token ids and their log-probabilities."""
     service = service_of(request)
     body = await read_request(request, GenerateRequest)
     if (body.prompt is None) == (body.input_ids is None):
@@ -51,7 +51,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _asked(request: web.Request, body: GenerateRequest) -> str | tuple[str, Any] | None:
-    """Return the prompt, with its images if there are any; None where there are `input_ids`. Raises ApiError."""
+    """Return the prompt, with its images if it has any, or None if the body has `input_ids`. Raises ApiError."""
     images = await images_of(request, body.image_data)
     if not images:
         return body.prompt
@@ -70,7 +70,7 @@ def _answer(piece: Chunk | Response) -> GenerateResponse:
             completion_tokens=piece.generate_token_len,
             cached_tokens=piece.cached_token_len,
             finish_reason=FinishReason(type=piece.finish_reason) if piece.finish_reason is not None else None,
-            # The chosen token is the first of an entry.
+            # The chosen token comes first in an entry.
             output_token_logprobs=(
                 UNSET if logprobs is None else [(value, token) for entry in logprobs for token, value in entry.items()]
             ),
@@ -79,7 +79,7 @@ def _answer(piece: Chunk | Response) -> GenerateResponse:
 
 
 class _GenerateEvents:
-    """One event per chunk, in the format of the whole answer."""
+    """One event per chunk, each in the format of the whole answer."""
 
     def chunk(self, chunk: Chunk) -> bytes:
         return event(encode(_answer(chunk)))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/interactive: LMDeploy's conversations, which the server keeps under an id of the client's choice."""
+"""LMDeploy's POST /v1/chat/interactive: conversations that the server keeps under ids chosen by the client."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ __all__ = ["chat_interactive"]
 
 
 async def chat_interactive(request: web.Request) -> web.StreamResponse:
-    """Answer the next turn of a conversation that the server keeps, stop its answer, or end it.
+    """Answer the next turn of a kept conversation, stop its answer, or end it.
 
-    `interactive_mode: true` keeps it for the next request with the same session_id; false ends it, after a last answer
-    if there is a prompt. `cancel: true` stops the running answer.
+    `interactive_mode: true` keeps the conversation for the next request with the same session_id. `false` ends it,
+    after a
+    last answer if there is a prompt. `cancel: true` stops the running answer.
     """
     service = service_of(request)
     body = await read_request(request, InteractiveRequest)
@@ -53,12 +54,15 @@ async def chat_interactive(request: web.Request) -> web.StreamResponse:
 async def _cancel(request: web.Request, service: Service, body: InteractiveRequest) -> web.Response:
     if body.prompt:
         raise ApiError(
-            400, "cancel stops an answer and asks for none. Leave the prompt out.", code="invalid_value", param="prompt"
+            400,
+            "cancel stops an answer and takes no prompt. Leave the prompt out.",
+            code="invalid_value",
+            param="prompt",
         )
     kept = service.sessions.get(request[KEY], body.session_id)
     if kept is not None:
         await service.engine.stop_session(kept.session.id)
-    # Chats and completions carry the id as a label.
+    # Chats and completions use the id as a label.
     await service.engine.stop_session(engine_session_id(request, body.session_id))
     history = kept.session.step if kept is not None else 0
     return json_response(InteractiveResponse(history_tokens=history, finish_reason="stop"))
@@ -104,7 +108,7 @@ async def _turn(request: web.Request, service: Service, body: InteractiveRequest
 
 
 def _asked(body: InteractiveRequest) -> list[dict[str, Any]] | str:
-    """Return the prompt, with the images of `image_url` in front of its text. Raises ApiError."""
+    """Return the prompt with the images of `image_url` before its text. Raises ApiError."""
     images = image_parts(body.image_url)
     if not images:
         return body.prompt
@@ -129,7 +133,7 @@ def _answer(piece: Chunk | Response) -> InteractiveResponse:
 
 
 class _Lines:
-    """One line per chunk, in the format of the whole answer."""
+    """One line per chunk, each in the format of the whole answer."""
 
     def chunk(self, chunk: Chunk) -> bytes:
         return NDJSON.frame(encode(_answer(chunk)))

@@ -1,4 +1,4 @@
-"""The bodies that the routes of `requests` answer with. Fields whose value is UNSET are left out."""
+"""Response bodies of LMDeploy's routes and vLLM's tokenization routes. Fields whose value is UNSET are left out."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class GenerateMeta(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
     finish_reason: FinishReason | None
     output_token_logprobs: list[tuple[float, int]] | UnsetType = UNSET
     """(log-probability, token id) for each of `output_ids`."""
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The whole answer; in a stream `text`, `output_ids` and the log-probabilities are those new in the event."""
+    """The whole answer. In a stream, `text`, `output_ids` and the log-probabilities are those new in the event."""
 
     text: str
     output_ids: list[int]
@@ -40,22 +40,22 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 class InteractiveResponse(msgspec.Struct, kw_only=True):
-    """The whole answer, or one line of a stream, whose `text` is new and whose numbers are sums so far."""
+    """The whole answer, or one line of a stream, whose `text` is new and whose counts are totals so far."""
 
     text: str = ""
     tokens: int = 0
-    """Generated."""
+    """Generated tokens."""
     input_tokens: int = 0
-    """Of this turn's prompt."""
+    """Tokens of this turn's prompt."""
     history_tokens: int = 0
-    """Of the conversation before this turn."""
+    """Tokens of the conversation before this turn."""
     finish_reason: str | None = None
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
 
@@ -67,7 +67,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 class EncodeResponse(msgspec.Struct, kw_only=True):
     input_ids: list[int | list[int]]
     length: int | list[int]
-    """Of `input_ids`; of each of them for a list of texts."""
+    """Length of `input_ids`; a list for several texts."""
 
 
 class PerplexityResponse(msgspec.Struct, kw_only=True):

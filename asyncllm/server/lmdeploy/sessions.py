@@ -1,10 +1,11 @@
-"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, and their bounds.
+"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, within limits.
 
-A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` bounds their number and
-`max_session_tokens` their histories. To make room, the key that uses most of the
-scarce resource loses its conversation that has been idle longest, so that a client with many or long ones loses its
-own. An engine's death ends all of them. The next request of a forgotten conversation gets 410, once, so that no new
-conversation is taken for a continued one; the request after that begins a new one.
+A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` limits the number of
+conversations and `max_session_tokens` the total length of their histories. To make room, the key that uses most of the
+scarce resource loses its least recently used conversation, so that a client with many or long conversations loses its
+own. If the engine fails, all conversations are lost. The next request of a forgotten conversation gets 410 once, so
+that
+no client mistakes a new conversation for a continued one; the request after that begins a new conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncllm.server.supervisor import Supervisor
 __all__ = ["Kept", "KeptSessions"]
 
 FORGOTTEN_REMEMBERED = 1024
-"""Most forgotten ids per key whose next request gets 410; older ones are not remembered."""
+"""Maximum number of forgotten ids per key whose next request gets 410. Older ones are not remembered."""
 
 
 class Kept:
@@ -30,9 +31,9 @@ class Kept:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.in_work = 0
-        """Requests that use it at the moment."""
+        """Requests that currently use it."""
         self.last_used = 0.0
-        """Time of the last use, in the event loop's time."""
+        """When it was last used, on the event loop's clock."""
 
     @property
     def idle(self) -> bool:
@@ -46,13 +47,13 @@ class _Owner:
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         """The client's session id -> conversation, least recently used first."""
         self.forgotten: OrderedDict[int, None] = OrderedDict()
-        """Forgotten ids whose client has not got a 410 yet, oldest first."""
+        """Forgotten ids whose client has not received a 410 yet, oldest first."""
 
     def conversations(self) -> int:
         return len(self.kept)
 
     def tokens(self) -> int:
-        """Return the sum of tokens of all histories."""
+        """The total number of tokens of all histories."""
         return sum(kept.session.step for kept in self.kept.values())
 
     def forget(self, session_id: int) -> None:
@@ -63,7 +64,7 @@ class _Owner:
 
 
 class KeptSessions:
-    """Conversations by key and session id, so that two keys may use the same id. Written by the route's handler."""
+    """Conversations by key and session id, so that two keys can use the same id. Written by the route's handler."""
 
     def __init__(self, supervisor: Supervisor, config: ServerConfig) -> None:
         self._supervisor = supervisor
@@ -75,12 +76,12 @@ class KeptSessions:
         return sum(len(owner.kept) for owner in self._owners.values())
 
     def get(self, key: int, session_id: int) -> Kept | None:
-        """Return the conversation; None if it is not kept."""
+        """Return the conversation, or None if it is not kept."""
         owner = self._owners.get(key)
         return owner.kept.get(session_id) if owner is not None else None
 
     def enter(self, key: int, session_id: int, *, start: bool) -> Kept | None:
-        """Return the conversation, to be given back by `leave`. If there is none, begin one if `start`, else return
+        """Return the conversation, which `leave` gives back. If there is none, begin one if `start`, otherwise return
         None.
 
         Raises ApiError 410 if it has been forgotten, 429 if there is no room for a new one.
@@ -110,7 +111,7 @@ class KeptSessions:
         return kept
 
     def leave(self, key: int, session_id: int, kept: Kept, *, end: bool) -> None:
-        """Give the conversation back at the end of a request. It is forgotten if `end`, or if it never had a turn."""
+        """Give the conversation back at the end of a request. Forget it if `end`, or if it never had a turn."""
         kept.in_work -= 1
         kept.last_used = asyncio.get_running_loop().time()
         owner = self._owners[key]
@@ -124,7 +125,7 @@ class KeptSessions:
             owner.kept.move_to_end(session_id)
 
     def end(self, key: int, session_id: int) -> int:
-        """Stop and forget the conversation, kept or not. -> the tokens that it had."""
+        """Stop and forget the conversation, if it is kept, and return its number of tokens."""
         owner = self._owners.get(key)
         if owner is None:
             return 0
@@ -136,7 +137,7 @@ class KeptSessions:
         return kept.session.step
 
     def _forget_all(self) -> None:
-        """Forget all conversations, as their engine is gone."""
+        """Forget all conversations, since their engine is gone."""
         for owner in self._owners.values():
             for session_id in list(owner.kept):
                 owner.forget(session_id)
@@ -150,7 +151,7 @@ class KeptSessions:
                     owner.forget(session_id)
 
     def _make_room(self) -> None:
-        """Forget others until a new conversation fits. Raises ApiError 429 when all are in a turn."""
+        """Forget others until a new conversation fits. Raises ApiError 429 if all of them are in a turn."""
         while (short := self._short_of()) is not None:
             owners = sorted(self._owners.values(), key=short, reverse=True)
             idle = ((owner, session_id) for owner in owners for session_id, kept in owner.kept.items() if kept.idle)
@@ -158,7 +159,7 @@ class KeptSessions:
             if victim is None:
                 raise ApiError(
                     429,
-                    f"The server keeps {len(self)} sessions, the most that it does (max_sessions, max_session_tokens), "
+                    f"The server keeps {len(self)} sessions, its maximum (max_sessions, max_session_tokens), "
                     f"and all of them are in a turn. Come back later.",
                     code="too_many_sessions",
                     headers=retry_after(1),
@@ -167,8 +168,9 @@ class KeptSessions:
             owner.forget(session_id)
 
     def _short_of(self) -> Callable[[_Owner], int] | None:
-        """Return the scarce resource for a new conversation, as a function of how much of it a key uses; None if there
-        is room."""
+        """Return a function that tells how much a key uses of the resource that a new conversation lacks, or None if
+        there is
+        room."""
         if sum(map(_Owner.tokens, self._owners.values())) >= self._config.max_session_tokens:
             return _Owner.tokens
         return _Owner.conversations if len(self) >= self._config.max_sessions else None

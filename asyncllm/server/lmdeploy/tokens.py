@@ -1,5 +1,5 @@
-"""POST /tokenize, /detokenize and /v1/encode: texts and conversations as token ids, and back. POST /get_ppl: how well
-the model predicts them."""
+"""POST /tokenize, /detokenize and /v1/encode: texts and conversations to token ids and back. POST /get_ppl: the
+perplexity of a text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["detokenize", "encode_texts", "get_ppl", "tokenize"]
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Token ids of a text as it is, or of a conversation as a chat has it."""
+    """Token ids of a text, encoded verbatim, or of a conversation, encoded as a chat."""
     service = service_of(request)
     body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
@@ -57,7 +57,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def encode_texts(request: web.Request) -> web.Response:
-    """Token ids of a text or of several, as LMDeploy's route gives them."""
+    """Token ids of one or several texts, in LMDeploy's format."""
     service = service_of(request)
     body = await read_request(request, EncodeRequest)
     if not 1 <= len(body.input) <= service.config.max_prompts and isinstance(body.input, list):

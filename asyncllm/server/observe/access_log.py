@@ -1,4 +1,4 @@
-"""The access log: one line for each HTTP request, at INFO; and the log of a server that is the whole program."""
+"""The access log, one line per HTTP request at INFO, and the logging setup of a server that is the whole program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_PATH = 128
 
 
 def log_request(method: str, route: str, status: int, seconds: float, request_id: str, key: int) -> None:
-    """Log a request. Bodies and queries are not logged, as they hold prompts and perhaps keys. `key`: its index;
-    -1: none."""
+    """Log a request. Bodies and queries are left out, since they hold prompts and perhaps keys. `key`: its index, or -1
+    for none."""
     if not logger.isEnabledFor(logging.INFO):
         return
     logger.info(
@@ -35,8 +35,8 @@ def log_request(method: str, route: str, status: int, seconds: float, request_id
 
 
 class _OneLine(logging.Formatter):
-    """Escapes control characters in messages. A traceback keeps its lines, which are indented, so that text in them
-    cannot look like a line of the log."""
+    """Escapes control characters in messages. A traceback keeps its lines but indents them, so that text in it cannot
+    look like a line of the log."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = in_one_line(record.message)
@@ -50,8 +50,9 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """Write asyncllm's log to stderr during the block, from `level` up. A program that has set up logging itself, as by
-    `logging.basicConfig`, keeps its own handlers."""
+    """Write asyncllm's log to stderr during the block, from `level` up. A program that has configured logging itself,
+    for
+    example with `logging.basicConfig`, keeps its own handlers."""
     package = logging.getLogger("asyncllm")
     before = package.level
     package.setLevel(level)

@@ -1,13 +1,13 @@
-"""Instruments: the metrics of one service, for Prometheus. Names are vLLM's where it has them, with our prefix.
+"""Instruments: the metrics of one service, for Prometheus. They have vLLM's names where it has them, with our prefix.
 
     asyncllm:num_requests_running ...         the engine's own numbers, read at each scrape
-    asyncllm:time_to_first_token_seconds ...  of each request, once, when it ends; also of the program's own
-    asyncllm:http_requests_total ...          of each HTTP request, once, when it has been answered
+    asyncllm:time_to_first_token_seconds ...  once per request, when it ends, including the program's own requests
+    asyncllm:http_requests_total ...          once per HTTP request, when it has been answered
     asyncllm:event_loop_lag_seconds           twice a second
-    process_cpu_seconds_total ...             of this process
+    process_cpu_seconds_total ...             this process
 
-Labels take their values from fixed sets (the model that is served, the table of routes, statuses, finish reasons),
-never from what a client has sent, so that clients cannot make the number of series grow.
+Labels take their values from fixed sets (the served model, the route table, statuses, finish reasons), never from
+client input, so that clients cannot make the number of series grow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Instruments", "LoopLag"]
 PREFIX = "asyncllm:"
 
 Reading = tuple[str, str, Callable[[EngineStats], float]]
-"""(name, help, how the value is read)."""
+"""(name, help, function that reads the value)."""
 
 GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences with a row in the batch.", lambda stats: stats.running),
@@ -108,13 +108,13 @@ class _EngineReadings(Collector):
 
     def __init__(self, model_name: str) -> None:
         self.stats: EngineStats | None = None
-        """Written before each scrape; None: the engine does not run."""
+        """Set before each scrape. None: the engine is not running."""
         self.num_restarts = 0
-        """Written before each scrape."""
+        """Set before each scrape."""
         self._model_name = model_name
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing. prometheus-client would otherwise collect to find the names, before there are numbers."""
+        """Yield nothing. Otherwise prometheus-client would collect to learn the names before there are any numbers."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -136,7 +136,8 @@ class _EngineReadings(Collector):
 
 
 class Instruments:
-    """A registry per service, so that those of one process do not mix. Written by the event loop, read in a thread."""
+    """One registry per service, so that services in one process stay apart. The event loop writes it, a thread reads
+    it."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -192,12 +193,12 @@ class Instruments:
             buckets=SHORT_SECONDS,
         )
         self._lag = LoopLag(loop_lag.observe)
-        # Writing the text takes a few milliseconds and reads files of /proc.
+        # Writing the text takes a few milliseconds and reads files in /proc.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-metrics")
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure while the block runs, once, in the running event loop."""
+        """Measure in the running event loop while the block runs. May be entered once."""
         self._supervisor.engine.observers.append(self._ended)
         self._lag.start()
         try:
@@ -208,7 +209,7 @@ class Instruments:
             self._thread.shutdown(wait=False)
 
     def _ended(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
+        """Record a finished request."""
         for reason in record.finish_reasons:
             self._answers[reason].inc()
         self._whole.observe(record.ended - record.arrived)
@@ -228,12 +229,12 @@ class Instruments:
             self._per_token.observe((record.ended - record.prefilled) / (record.longest_answer - 1))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an HTTP request. `method` and `route` are of the table of routes, or stand for all others."""
+        """Record an HTTP request. `method` and `route` come from the route table or stand for all others."""
         self._http_requests.labels(method, route, status).inc()
         self._http_seconds.labels(route).observe(seconds)
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics in the format of the Accept header, and the content type."""
+        """Return all metrics in the format that the Accept header asks for, and the content type."""
         try:
             stats = self._supervisor.engine.stats()
         except EngineError:
@@ -252,7 +253,7 @@ INTERVAL_S = 0.5
 
 
 class LoopLag:
-    """Measures how late timers are, one at a time. Written by the event loop."""
+    """Measures how late timers run, one at a time. Written by the event loop."""
 
     def __init__(self, report: Callable[[float], None]) -> None:
         """`report` gets the seconds by which each timer was late."""
@@ -261,17 +262,17 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin in the running event loop."""
+        """Start in the running event loop."""
         self._due = time.monotonic() + INTERVAL_S
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._went_off)
 
     def stop(self) -> None:
-        """End, and leave nothing in the event loop."""
+        """Stop, and leave nothing scheduled in the event loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _went_off(self) -> None:
-        # uvloop rounds to whole milliseconds, so that a timer may be early.
+        # uvloop rounds to whole milliseconds, so a timer may be early.
         self._report(max(0.0, time.monotonic() - self._due))
         self.start()

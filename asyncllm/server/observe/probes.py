@@ -1,6 +1,6 @@
 """GET /health, /health/live, /health/ready, /load and /metrics, for orchestrators, balancers and Prometheus.
 
-Whether the server is alive, takes requests, and makes progress are three questions with different answers.
+Being alive, accepting requests and making progress are three separate questions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Health", "Load", "health", "live", "load", "metrics", "ready"]
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The body of the first three."""
+    """The body of the first three routes."""
 
     status: Literal["starting", "healthy", "sleeping", "draining", "stalled", "restarting", "dead"]
     running: int = 0
@@ -27,7 +27,7 @@ class Health(msgspec.Struct, kw_only=True):
     waiting: int = 0
     """Sequences in the queue."""
     seconds_since_progress: float = 0.0
-    """How long there has been work and no step has completed."""
+    """Seconds since the last completed step while there is work."""
 
 
 def _health(service: Service) -> Health:
@@ -62,21 +62,20 @@ def _answer(found: Health, well: bool) -> web.Response:
 
 
 async def live(request: web.Request) -> web.Response:
-    """200 while the process is worth keeping: its event loop answers, the model is loaded, and the engine has not died
+    """200 while the process should be kept: its event loop responds, the model is loaded, and the engine has not failed
     for good. A long queue is no reason to kill it."""
     found = _health(service_of(request))
     return _answer(found, found.status not in ("starting", "dead"))
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new requests are taken; 503 from the moment that the server has been asked to stop, and while the model
-    sleeps."""
+    """200 while the server accepts new requests; 503 once it has been asked to stop, and while the model sleeps."""
     found = _health(service_of(request))
     return _answer(found, found.status == "healthy")
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine makes progress: with work at hand, a step has finished within `progress_timeout`."""
+    """200 while the engine makes progress: if it has work, a step has finished within `progress_timeout`."""
     found = _health(service_of(request))
     return _answer(found, found.status in ("healthy", "sleeping", "draining"))
 
@@ -85,16 +84,16 @@ class Load(msgspec.Struct, kw_only=True):
     """The body of /load."""
 
     server_load: int
-    """Requests for answers, embeddings and the like that are being served."""
+    """Requests in progress that generate, embed or score."""
 
 
 async def load(request: web.Request) -> web.Response:
-    """Return the number of requests that are being served, as vLLM tells balancers."""
+    """The number of requests in progress, in the format vLLM gives load balancers."""
     return json_response(Load(server_load=service_of(request).in_work))
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Return what the server measures, in Prometheus' text format, or in OpenMetrics' for clients that accept it."""
+    """The server's metrics in Prometheus' text format, or in OpenMetrics for clients that accept it."""
     instruments = service_of(request).instruments
     assert instruments is not None, "the route is left out without them"
     body, content_type = await instruments.scrape(request.headers.get("Accept", ""))

@@ -1,4 +1,4 @@
-"""The answers of Ollama's routes: one object, or lines of JSON, of which the last one counts tokens and time."""
+"""Response bodies of Ollama's routes: one object, or JSON lines, the last of which counts tokens and time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["AnswerWriter", "OllamaAnswer", "OllamaChatAnswer", "OllamaGenerateAn
 
 
 class OllamaAnswer(msgspec.Struct, kw_only=True):
-    """The common fields of answers to chats and prompts. The counts are in the last line of a stream, or the only
-    one."""
+    """The fields shared by answers to chats and prompts. Counts are in the last line of a stream, or in the only
+    object."""
 
     model: str
     created_at: str
     done: bool
     done_reason: str | UnsetType = UNSET
-    """stop, length, or load where there was nothing to answer."""
+    """stop, length, or load if there was nothing to answer."""
     total_duration: int | UnsetType = UNSET
-    """Nanoseconds, as all durations."""
+    """In nanoseconds, like all durations."""
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
-    """All tokens of the prompt, cached ones among them."""
+    """All tokens of the prompt, including cached ones."""
     prompt_eval_duration: int | UnsetType = UNSET
-    """From the request's arrival to its first token, so the time in the queue is in it."""
+    """From the request's arrival to its first token, including the time in the queue."""
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
@@ -56,13 +56,13 @@ class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
 
 
 def now(seconds: float | None = None) -> str:
-    """Return a time in RFC 3339: now, or that of some seconds after 1970."""
+    """Return a time as RFC 3339: now, or `seconds` after 1970."""
     when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return when.isoformat().replace("+00:00", "Z")
 
 
 def loaded(model: str, *, chats: bool) -> OllamaAnswer:
-    """Return the answer to a request without a prompt, which asks for the model to be loaded."""
+    """Return the answer to a request without a prompt, which asks to load the model."""
     fields: dict[str, Any] = {"model": model, "created_at": now(), "done": True, "done_reason": "load"}
     if chats:
         return OllamaChatAnswer(message={"role": "assistant", "content": ""}, **fields)
@@ -81,7 +81,7 @@ class AnswerWriter:
     def piece(
         self, text: str, thinking: str, calls: list[dict[str, Any]], logprobs: Logprobs | None, **end: Any
     ) -> OllamaAnswer:
-        """Return one line, or the whole answer; `end`: fields of the last line."""
+        """Return one line, or the whole answer. `end`: fields of the last line."""
         fields: dict[str, Any] = {"model": self._model, "created_at": now(), "done": False, **end}
         if logprobs:
             fields["logprobs"] = chat_logprobs(self._tokenizer, logprobs, self._top_logprobs).content
@@ -95,7 +95,7 @@ class AnswerWriter:
         return OllamaChatAnswer(message=message, **fields)
 
     def whole(self, generation: Generation, response: Response) -> OllamaAnswer:
-        """Return an answer that is sent at once."""
+        """Return an answer that is sent in one piece."""
         calls = [_call(index, call.name, call.arguments) for index, call in enumerate(response.tool_calls)]
         return self.piece(response.text, response.reasoning, calls, response.logprobs, **_end(generation, response))
 
@@ -105,7 +105,7 @@ def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _end(generation: Generation, last: Chunk | Response) -> dict[str, Any]:
-    """Return the last line's fields besides the text."""
+    """Return the last line's fields other than the text."""
     arrived, prefilled, ended = generation.arrived, generation.prefilled, time.monotonic()
     begun = ended if prefilled is None else prefilled
     return {
@@ -121,7 +121,7 @@ def _end(generation: Generation, last: Chunk | Response) -> dict[str, Any]:
 
 
 class OllamaLines:
-    """An answer as lines. A call is in one line, once all of its arguments have come."""
+    """An answer as lines. A call is sent in one line, once all its arguments have arrived."""
 
     def __init__(self, writer: AnswerWriter, generation: Generation) -> None:
         self._writer = writer
@@ -132,13 +132,13 @@ class OllamaLines:
         self._last = Chunk()
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return the line of one chunk; empty if it has nothing to show yet."""
+        """Return the line of one chunk, empty if there is nothing to show yet."""
         self._last = chunk
         for piece in chunk.tool_calls:
             if piece.name is not None:
                 self._calls.append((piece.name, []))
             self._calls[-1][1].append(piece.arguments)
-        # The newest call may go on.
+        # The newest call may still continue.
         complete = len(self._calls) - (chunk.finish_reason is None)
         calls = [
             _call(index, name, "".join(self._calls[index][1]))

@@ -72,7 +72,8 @@ async def ollama_chat(request: web.Request) -> web.StreamResponse:
 
 
 async def ollama_generate(request: web.Request) -> web.StreamResponse:
-    """Answer a prompt as Ollama does, or continue it as it is (`raw`), or say what stands between it and a `suffix`."""
+    """Answer a prompt as Ollama does, continue it without a template (`raw`), or fill the gap between it and a
+    `suffix`."""
     service = service_of(request)
     body = await read_request(request, OllamaGenerateRequest)
     if not body.prompt and not body.images:
@@ -82,7 +83,7 @@ async def ollama_generate(request: web.Request) -> web.StreamResponse:
         if getattr(body, name):
             raise ApiError(
                 400,
-                f"{name} needs the chat template, which has no part in a prompt that is raw or has a suffix. Leave one "
+                f"{name} needs the chat template, which a prompt that is raw or has a suffix does not use. Leave one "
                 f"of them out.",
                 code="invalid_value",
                 param=name,
@@ -103,11 +104,11 @@ async def ollama_generate(request: web.Request) -> web.StreamResponse:
 
 
 def _loaded(service: Service, body: AnswerFields, *, chats: bool) -> web.Response:
-    """Answer a request that asks for the model to be loaded, or refuse one that asks for its end."""
+    """Answer a request that asks to load the model, or refuse one that asks to unload it."""
     if body.keep_alive in (0, "0", "0s", "0m", "0h"):
         raise ApiError(
             400,
-            "The model stays loaded as long as the server runs; its owner has /sleep.",
+            "The model stays loaded as long as the server runs; its owner can call /sleep.",
             code="unsupported_parameter",
         )
     body_line = encode(loaded(body.model or service.engine.model_name, chats=chats))

@@ -1,4 +1,4 @@
-"""Ollama's messages as messages of a chat: images beside the text, calls without ids, results by the tool's name."""
+"""Convert Ollama's messages to chat messages: images beside the text, calls without ids, results by tool name."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ KEYS = frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_n
 
 
 def messages_of(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the messages as the chat template takes them. Raises ApiError for what none of them can hold."""
+    """Return the messages in the chat template's format. Raises ApiError for content that it cannot express."""
     calls = _Calls()
     return [_message(message, f"messages[{index}]", calls) for index, message in enumerate(messages)]
 
 
 def said(role: str, text: str, images: Sequence[str] = ()) -> Message:
-    """Return a message with images, each in base64, in front of its text."""
+    """Return a message with images, each in base64, before its text."""
     if not images:
         return {"role": role, "content": text}
-    # The kind that an image is of is read off its bytes.
+    # The image's format is detected from its bytes.
     urls = [image if is_data_url(image) else f"data:image/png;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": role, "content": [*parts, {"type": "text", "text": text}] if text else parts}
 
 
 class _Calls:
-    """The calls of a conversation, which Ollama's messages do not number."""
+    """Numbers the calls of a conversation, since Ollama's messages do not."""
 
     def __init__(self) -> None:
         self._count = 0
         self._open: list[tuple[str, str]] = []
-        """Id and name of each call that no result has come for, in order."""
+        """Id and name of each call that has no result yet, in order."""
 
     def add(self, call_id: Any, name: str) -> str:
-        """Return the id of a call of a tool."""
+        """Return the id of a tool call."""
         self._count += 1
-        # Nine letters and digits, which Mistral's templates ask for.
+        # Nine letters and digits, as Mistral's templates require.
         found = call_id if isinstance(call_id, str) and call_id else f"call{self._count:05}"
         self._open.append((found, name))
         return found
 
     def answered(self, call_id: Any, name: Any) -> tuple[str | None, str | None]:
-        """Return id and name of the call that a result is of: the first open one of that id, or of that name, or the
-        first one if neither is said."""
+        """Return id and name of the call that a result belongs to: the first open call with that id or name, or the
+        first open
+        call if neither is given."""
         for place, (open_id, open_name) in enumerate(self._open):
             if call_id == open_id or (not call_id and name in (None, "", open_name)):
                 del self._open[place]
@@ -63,7 +64,7 @@ def _message(message: dict[str, Any], where: str, calls: _Calls) -> Message:
         raise _refused(f"{where} has the unknown key {unknown[0][:64]!r}. Leave it out.")
     role, content, images = message.get("role"), message.get("content") or "", message.get("images") or []
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _refused(f"{where} has no role, or a content that is no text. Send both as texts.")
+        raise _refused(f"{where} has no role, or its content is not a text. Send both as texts.")
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise _refused(f"{where}.images is a list of texts in base64. Correct it.")
     result = said(role, content, images)

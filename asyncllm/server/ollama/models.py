@@ -1,5 +1,5 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: the served models in Ollama's format. Its routes that fetch,
-make and delete models are refused."""
+"""GET /api/tags, /api/ps and /api/version, and POST /api/show: the served models in Ollama's format. Routes that pull,
+create or delete models are refused."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 NEVER = "9999-12-31T23:59:59Z"
-"""The expiry time of a model that stays loaded."""
+"""Expiry time of a model that stays loaded."""
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Ollama's names."""
+"""dtype -> Ollama's name."""
 
 
 class ModelDetails(msgspec.Struct, kw_only=True):
-    """What kind of model it is."""
+    """The kind of a model."""
 
     parent_model: str = ""
-    """Of an adapter: the model."""
+    """The base model of an adapter."""
     format: str = "safetensors"
     family: str
     families: list[str]
@@ -58,47 +58,47 @@ class OllamaModel(msgspec.Struct, kw_only=True):
     name: str
     model: str
     modified_at: str
-    """When the server was started."""
+    """When the server started."""
     size: int
-    """Bytes of its files of weights; 0 where there are none, as of fakes."""
+    """Total size of its weight files in bytes; 0 if there are none, as for fakes."""
     digest: str
-    """Another one when a file of weights has another name, size or time."""
+    """Changes with the name, size or time of any weight file."""
     details: ModelDetails
 
 
 class RunningModel(OllamaModel, kw_only=True):
-    """One model or adapter that runs."""
+    """One loaded model or adapter."""
 
     expires_at: str = NEVER
     size_vram: int
-    """Its size, on a GPU."""
+    """Its size, if it is on a GPU."""
     context_length: int
 
 
 class OllamaModels(msgspec.Struct, kw_only=True):
-    """What is served."""
+    """The served models."""
 
     models: list[OllamaModel]
 
 
 class RunningModels(msgspec.Struct, kw_only=True):
-    """What runs."""
+    """The loaded models."""
 
     models: list[RunningModel]
 
 
 class OllamaShown(msgspec.Struct, kw_only=True):
-    """What is known of a model."""
+    """Details of a model."""
 
     modified_at: str
     details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]
-    """Of completion, tools, thinking, vision, embedding."""
+    """Some of completion, tools, thinking, vision, embedding."""
 
 
 class OllamaVersion(msgspec.Struct, kw_only=True):
-    """The server's version, which is asyncllm's."""
+    """asyncllm's version."""
 
     version: str
 
@@ -111,7 +111,7 @@ async def tags(request: web.Request) -> web.Response:
 
 
 async def ps(request: web.Request) -> web.Response:
-    """The same models, all of which run."""
+    """The same models, all of which are loaded."""
     service = service_of(request)
     fields = await asyncio.to_thread(_fields, service)
     on_gpu = service.engine.limits.device != "cpu"
@@ -126,7 +126,7 @@ async def ps(request: web.Request) -> web.Response:
 
 
 async def show(request: web.Request) -> web.Response:
-    """The kind of model that it is, and what it can do."""
+    """The kind of the model and its capabilities."""
     service = service_of(request)
     body = await read_request(request, ShowRequest)
     wanted = body.model or service.engine.model_name
@@ -153,7 +153,7 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def refuse_change(request: web.Request) -> web.Response:
-    """Refuse to fetch, make, copy, send or delete a model: the server's owner chooses what is served."""
+    """Refuse to pull, create, copy, push or delete a model, since the server's owner chooses what it serves."""
     raise ApiError(
         400,
         f"{request.path} is not implemented: the server's owner chooses the model when it is started, and adapters by "
@@ -180,7 +180,7 @@ def _capabilities(service: Service, model: str) -> list[str]:
 
 
 def _fields(service: Service) -> list[dict[str, Any]]:
-    """Return the entries of the model and of each of its adapters. Reads files."""
+    """Return the entries of the model and each of its adapters. Reads files."""
     engine = service.engine
     limits, folder = engine.limits, Path(engine.limits.model_path) if engine.limits.model_path else None
     config = {} if folder is None else read_json_object(folder / "config.json")
@@ -211,7 +211,7 @@ def _fields(service: Service) -> list[dict[str, Any]]:
 
 
 def _files(folder: Path | None) -> tuple[int, str]:
-    """Return the size of a folder's weights, and a digest of their names, sizes and times."""
+    """Return the total size of a folder's weight files, and a digest of their names, sizes and times."""
     files = [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
     stats = [(file.name, file.stat()) for file in files if file.suffix in WEIGHTS]
     listed = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])

@@ -1,7 +1,7 @@
-"""The bodies of Ollama's routes, and their fields as arguments of the engine.
+"""Request bodies of Ollama's routes, and the conversion of their fields to the engine's arguments.
 
-Documented at https://github.com/ollama/ollama/blob/main/docs/api.md. Other names are looked up in the table of
-neutral fields, entries of `options` too.
+Documented at https://github.com/ollama/ollama/blob/main/docs/api.md. Unknown names, also in `options`, are looked up in
+the table of neutral fields.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 TAG = ":latest"
-"""Of a name without one."""
+"""The tag of a name without one."""
 
 
 class OllamaOptions(FurtherFields, kw_only=True):
-    """`options`. Routes that draw no tokens take them, and there is nothing that they could change."""
+    """`options`. Routes that sample no tokens accept them without effect."""
 
     temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1: all.")] | None = None
@@ -56,7 +56,7 @@ class OllamaOptions(FurtherFields, kw_only=True):
     min_p: MinP | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="-1: a new one each time.")] | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=MAX_COUNT)] | None = None
-    """Most new tokens; 0, -1 and -2: as many as there is room for."""
+    """Maximum number of new tokens; 0, -1 and -2: as many as fit."""
     stop: Stop = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: PresencePenalty | None = None
@@ -68,8 +68,9 @@ class OllamaBody(PolicyFields, kw_only=True):
 
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
-    """The model stays loaded as long as the server runs, so any time is kept. 0 without a prompt, which asks for its
-    end, is refused."""
+    """Accepted for any time, since the model stays loaded as long as the server runs. 0 without a prompt asks to unload
+    it
+    and is refused."""
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -77,25 +78,25 @@ class OllamaBody(PolicyFields, kw_only=True):
 
 
 class AnswerFields(OllamaBody, kw_only=True):
-    """The common fields of routes that generate."""
+    """The fields shared by routes that generate."""
 
     stream: bool = True
-    """Send the answer piece by piece, as lines of JSON."""
+    """Send the answer in pieces, as JSON lines."""
     format: dict[str, Any] | str | None = None
-    """What the answer is held to: "json", or a JSON schema."""
+    """The form of the answer: "json", or a JSON schema."""
     think: bool | str | None = None
-    """Whether the model thinks, or how much, for templates that have degrees."""
+    """Whether the model thinks, or how much, for templates that have levels."""
     logprobs: bool | None = None
-    """Send the log-probability of each token along."""
+    """Also send the log-probability of each token."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And those of as many of the most likely tokens; needs `logprobs`."""
+    """Also send those of this many most likely tokens. Needs `logprobs`."""
 
 
 class OllamaChatRequest(AnswerFields, kw_only=True):
     """The body of POST /api/chat."""
 
     messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
-    """None: the model is to be loaded, which it is."""
+    """None asks to load the model, which is always loaded."""
     tools: Tools | None = None
     """Functions that the model may call."""
 
@@ -104,14 +105,14 @@ class OllamaGenerateRequest(AnswerFields, kw_only=True):
     """The body of POST /api/generate."""
 
     prompt: str | None = None
-    """None or empty: the model is to be loaded, which it is."""
+    """None or empty asks to load the model, which is always loaded."""
     suffix: str | None = None
-    """What follows the text that is asked for, as in /v1/completions."""
+    """The text that follows the requested one, as in /v1/completions."""
     system: str | None = None
     images: list[str] | None = None
-    """In base64."""
+    """Base64."""
     raw: bool | None = None
-    """true: the prompt is continued as it is, without the chat template."""
+    """true: continue the prompt without the chat template."""
 
 
 class EmbedRequest(OllamaBody, kw_only=True):
@@ -133,7 +134,7 @@ class ShowRequest(OllamaBody, kw_only=True):
     name: str | None = None
     """The older name of `model`."""
     verbose: bool | None = None
-    """The answer is the same: it has no lists of tokens to leave out."""
+    """Without effect, since the answer has no token lists to leave out."""
 
     def __post_init__(self) -> None:
         self.model = self.model or self.name
@@ -141,8 +142,8 @@ class ShowRequest(OllamaBody, kw_only=True):
 
 
 def config_of(body: AnswerFields, defaults: GenerationConfig) -> GenerationConfig:
-    """Return the config of an answer. Raises ApiError for fields that contradict each other, InvalidParameter for
-    values out of range."""
+    """Return the config of an answer. Raises ApiError for contradictory fields, InvalidParameter for values out of
+    range."""
     if body.top_logprobs and not body.logprobs:
         raise _refused("top_logprobs needs logprobs: true.", "top_logprobs")
     options = body.options or OllamaOptions()
@@ -178,8 +179,7 @@ def _form_of(form: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def options_of(request: web.Request, body: AnswerFields, service: Service) -> RequestKeywords:
-    """Return priority, timeout and the like, and how much the model thinks, as keywords of the engine. Raises
-    ApiError."""
+    """Return priority, timeout, reasoning effort and the like as keyword arguments of the engine. Raises ApiError."""
     options = request_options(request, body)
     template = service.template_for(body.model)
     match body.think:
@@ -189,7 +189,7 @@ def options_of(request: web.Request, body: AnswerFields, service: Service) -> Re
             variables: Variables = dict.fromkeys(SWITCHES & template.variables, True)
             splits = service.engine.reply_format_of(service.adapter_of(body.model)).splits
             if not variables and not splits:
-                raise _refused("The model's chat template knows no thinking. Leave think out.", "think")
+                raise _refused("The model's chat template has no thinking mode. Leave think out.", "think")
             return options | thinking_options(template, None, variables, "think")
         case False:
             return options | thinking_options(template, "none", {}, "think")

@@ -1,1 +1,1 @@
-"""OpenAI's routes: their bodies, their answers, their streams."""
+"""OpenAI's routes: request bodies, response bodies and streams."""

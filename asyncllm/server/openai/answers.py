@@ -1,7 +1,7 @@
-"""Common parts of the answers of chat and plain completions: ids, templates of events, usage, and log-probabilities in
+"""Parts shared by the answers of chat and plain completions: ids, event templates, usage, and log-probabilities in
 OpenAI's two formats.
 
-The common part of all chunks of an answer is encoded once, so that a token costs one string.
+The part that all chunks of an answer share is encoded once, so that a token costs one string.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class AnswerIdentity:
         self.model = model
 
     def head(self, kind: str) -> bytes:
-        """Return the beginning of every event of a stream, up to the choices' list."""
+        """Return the beginning of every event of a stream, up to the list of choices."""
         fields = encode({"id": self.id, "object": kind, "created": self.created, "model": self.model})
         return b"data: " + fields[:-1] + b',"choices":['
 
 
 class Tail:
-    """The end of every event: the usage, as `stream_options` says."""
+    """The end of every event, with the usage if `stream_options` asks for it."""
 
     def __init__(self, body: OpenAIFields) -> None:
         options = body.stream_options
@@ -71,12 +71,12 @@ class Tail:
 class UsageCount:
     """The tokens that a call has used, summed over its prompts and choices.
 
-    Fed with every chunk, or with whole responses; a prompt counts once, whatever its number of answers.
+    It takes either every chunk or whole responses. A prompt counts once, however many answers it has.
     """
 
     def __init__(self) -> None:
         self._prompts: dict[int, Chunk | Response] = {}
-        """Prompt -> a chunk of an answer to it, which has its length."""
+        """Prompt -> a chunk of one of its answers, which has the prompt's length."""
         self._generated: dict[tuple[int, int], int] = {}
         """(prompt, choice) -> generated tokens."""
         self._reasoning: dict[tuple[int, int], int] = {}
@@ -87,7 +87,7 @@ class UsageCount:
         self._prompts[chunk.index] = chunk
 
     def add(self, chunk: Chunk) -> None:
-        """Count a chunk; the newest one of a choice has its sum."""
+        """Count a chunk. The newest chunk of a choice holds the choice's total."""
         self.begin(chunk)
         self._generated[chunk.index, chunk.choice] = chunk.generate_token_len
         if chunk.reasoning_token_len:
@@ -102,7 +102,7 @@ class UsageCount:
                 self._reasoning[prompt, choice] = answer.reasoning_token_len
 
     def usage(self, *, generated: bool = True) -> Usage:
-        """Return the sums so far. `generated=False`: without the token that was computed for an echo."""
+        """Return the totals so far. `generated=False` leaves out the token that was computed for an echo."""
         prompts = self._prompts.values()
         prompt = sum(piece.history_token_len + piece.input_token_len for piece in prompts)
         completion = sum(self._generated.values()) if generated else 0
@@ -123,12 +123,13 @@ class UsageCount:
 def size_of(piece: Chunk | Response) -> int:
     """Return the number of tokens and log-probabilities in a piece of an answer."""
     listed = (piece.logprobs, piece.prompt_logprobs)
-    # All entries of a list have about as many.
+    # All entries of a list have about the same size.
     return len(piece.token_ids) + sum(len(each) * (1 + len(each[-1] or ())) for each in listed if each)
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; if they are cut or no JSON object, their text below a key."""
+    """Return the arguments of a call as an object. Truncated text, or text that is no JSON object, goes under one
+    key."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -142,16 +143,16 @@ def _ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
 
 
 def spelled_as(tokenizer: Tokenizer, *, as_ids: bool | None) -> Callable[[int], str]:
-    """Return how tokens are written in lists of log-probabilities: as their text, or as vLLM's `token_id:N`, which no
-    two of them share."""
+    """Return the function that writes a token in lists of log-probabilities: as its text, or as vLLM's `token_id:N`,
+    which is unique."""
     return (lambda token: f"token_id:{token}") if as_ids else tokenizer.token_text
 
 
 def prompt_logprobs_of(
     tokenizer: Tokenizer, entries: Sequence[dict[int, float] | None], count: int
 ) -> list[dict[int, PromptLogprob] | None]:
-    """Return vLLM's form of a prompt's log-probabilities. The rank of a token beyond the `count` most likely is not
-    known."""
+    """Return a prompt's log-probabilities in vLLM's format. The rank of a token beyond the `count` most likely is
+    unknown."""
 
     def ranked(entry: dict[int, float]) -> dict[int, PromptLogprob]:
         chosen = next(iter(entry))
@@ -169,7 +170,7 @@ def prompt_logprobs_of(
 def chat_logprobs(
     tokenizer: Tokenizer, logprobs: Logprobs, count: int, *, as_ids: bool | None = None
 ) -> ChoiceLogprobs:
-    """Return each entry's chosen token, with the `count` most likely ones. `as_ids`: as `spelled_as`."""
+    """Return each generated token with its `count` most likely alternatives. `as_ids`: see `spelled_as`."""
 
     def spelled(token: int) -> tuple[str, list[int]]:
         piece = tokenizer.token_bytes(token)
@@ -196,8 +197,8 @@ def completion_logprobs(
     *,
     as_ids: bool | None = None,
 ) -> CompletionLogprobs:
-    """Return the tokens with the `count` most likely ones each and themselves. `offset`: characters before the
-    first. `as_ids`: as `spelled_as`."""
+    """Return the tokens, each with the `count` most likely ones and itself. `offset`: characters before the first
+    token. `as_ids`: see `spelled_as`."""
     spelled = spelled_as(tokenizer, as_ids=as_ids)
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, entry in zip(token_ids, logprobs, strict=True):

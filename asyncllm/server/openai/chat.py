@@ -95,7 +95,7 @@ def _whole(
 
 
 def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
-    """Return the assistant's message; `thinks`: with its reasoning."""
+    """Return the assistant's message, with its reasoning if it `thinks`."""
     message = ResponseMessage(content=answer.text)
     if answer.reasoning and thinks:
         message.reasoning_content = message.reasoning = answer.reasoning
@@ -110,8 +110,8 @@ def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
 
 
 def _deltas(chunk: Chunk, *, thinks: bool) -> Iterator[bytes]:
-    """Yield the deltas of a chunk that is split, each of one kind. A delta of a call without an id is a piece of its
-    arguments, which clients join."""
+    """Yield the deltas of a chunk, each of one kind. A delta of a call without an id continues the call's arguments;
+    clients join the pieces."""
     if chunk.reasoning and thinks:
         text = encode(chunk.reasoning)
         yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
@@ -132,7 +132,7 @@ def _deltas(chunk: Chunk, *, thinks: bool) -> Iterator[bytes]:
 
 
 class _ChatEvents:
-    """`chat.completion.chunk` events: the role first, then text as it comes, then the reason of the end."""
+    """`chat.completion.chunk` events: first the role, then the text as it arrives, then the finish reason."""
 
     def __init__(self, identity: AnswerIdentity, body: ChatRequest, generation: Generation, service: Service) -> None:
         self._head = identity.head("chat.completion.chunk")
@@ -142,7 +142,7 @@ class _ChatEvents:
         self._prompt_token_ids = generation.prompt_token_ids if body.return_token_ids else None
         self._count = UsageCount()
         self._begun: dict[int, bytes] = {}
-        """Choices whose role has been sent: the beginning of their plain events, up to the text."""
+        """Choice whose role has been sent -> the beginning of its plain events, up to the text."""
         self._splits = generation.splits
         self._thinks = body.include_reasoning is not False
         self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous or self._splits)
@@ -178,7 +178,7 @@ class _ChatEvents:
         else:
             deltas = []
         for place, delta in enumerate(deltas):
-            # The chunk's token ids and log-probabilities are sent once.
+            # The chunk's token ids and log-probabilities are sent only once.
             events += head + delta + b',"logprobs":' + (b"null" if place else self._logprobs(chunk))
             if self._body.return_token_ids and not place:
                 events += b',"token_ids":' + encode(chunk.token_ids)
@@ -205,5 +205,5 @@ class _ChatEvents:
         return size_of(chunk)
 
     def closing(self) -> bytes:
-        """Return the usage, if asked for: an event without choices."""
+        """Return the usage, if requested, as an event without choices."""
         return self._head + self._tail.of(self._count.usage()) if self._tail.includes_usage else b""

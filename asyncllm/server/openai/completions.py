@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts that are continued as they are."""
+"""POST /v1/completions: continue prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["completions", "prompts_of"]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Continue one prompt or several; choice `prompt * n + k` is the k-th answer to a prompt."""
+    """Continue one or several prompts. Choice `prompt * n + k` is the k-th answer to a prompt."""
     service = service_of(request)
     body = await read_request(request, CompletionRequest)
     config = completion_config(body, service.config, service.defaults)
@@ -36,7 +36,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     inputs: Any = prompts
     if body.suffix:
         if body.echo:
-            raise ApiError(400, "An echo has no place for a suffix. Send one.", code="invalid_value", param="suffix")
+            raise ApiError(
+                400, "echo and suffix cannot be combined. Send one of them.", code="invalid_value", param="suffix"
+            )
         inputs, config = filled_in(prompts, body.suffix, config, service.engine.tokenizer)
     kept = body.truncate_prompt_tokens
     if body.add_special_tokens is False or kept is not None:
@@ -76,8 +78,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 def _truncated(prompts: Sequence[list[int]], body: CompletionRequest, room: int) -> list[str | list[int]]:
-    """Return as many tokens of each prompt as are asked for. `room`: tokens that leave room for the answer. Raises
-    ApiError."""
+    """Return the last tokens of each prompt, as many as requested. `room`: prompt tokens that leave room for the
+    answer.
+    Raises ApiError."""
     kept = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens or 0
     if kept < 1:
         raise ApiError(
@@ -91,7 +94,7 @@ def _truncated(prompts: Sequence[list[int]], body: CompletionRequest, room: int)
 
 
 def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
-    """Return the prompts of a request, each a text or token ids. Raises ApiError."""
+    """Return the prompts of a request, each as text or token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(each) for each in prompt}
@@ -112,8 +115,8 @@ def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | li
 
 
 class _Pieces:
-    """Adapts the engine's answer to the request: puts an echoed prompt in front, and drops the token of a request for
-    none."""
+    """Adapts the engine's answer to the request: prepends an echoed prompt, and drops the token generated for a request
+    that asked for none."""
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class _Pieces:
         self.prompt_token_ids = [generation.prompt_token_ids for generation in generations]
         self.choices_per_prompt = body.n or 1
         self.generates = (body.max_completion_tokens or body.max_tokens) != 0
-        """False when only the prompt is echoed."""
+        """False if the answer only echoes the prompt."""
         self._tokenizer = tokenizer
         self._echoes = [
             prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
@@ -135,10 +138,10 @@ class _Pieces:
         self._prompt_logprobs: dict[int, list[dict[int, float] | None]] = {}
         """Log-probabilities of each prompt, which the engine sends with the first choice."""
         self._offsets: dict[tuple[int, int], int] = {}
-        """By prompt and choice, once it has begun: characters of its text so far."""
+        """(prompt, choice) that has begun -> characters of its text so far."""
 
     def take(self, prompt: int, piece: Chunk | Response, choice: int) -> tuple[str, CompletionLogprobs | None]:
-        """Return text and log-probabilities of the next piece of a choice."""
+        """Return the text and log-probabilities of the next piece of a choice."""
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = piece.prompt_logprobs
         text = piece.text if self.generates else ""
@@ -156,7 +159,7 @@ class _Pieces:
         return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset, as_ids=as_ids)
 
     def prompt_logprobs(self, piece: Chunk | Response) -> list[dict[int, PromptLogprob] | None] | None:
-        """Return the prompt's log-probabilities, if they are asked for and come with the piece."""
+        """Return the prompt's log-probabilities if they were requested and the piece has them."""
         if self.body.prompt_logprobs is None or piece.prompt_logprobs is None:
             return None
         return prompt_logprobs_of(self._tokenizer, piece.prompt_logprobs, self.body.prompt_logprobs)
@@ -202,7 +205,7 @@ def _whole(
 
 
 class _CompletionEvents:
-    """`text_completion` events, one for each piece of a choice, and then one without text that says why it ended."""
+    """`text_completion` events: one for each piece of a choice, then one without text that has the finish reason."""
 
     def __init__(self, identity: AnswerIdentity, body: CompletionRequest, pieces: _Pieces) -> None:
         self._head = identity.head("text_completion")
@@ -213,9 +216,9 @@ class _CompletionEvents:
         self._plain = pieces.generates and not (
             body.return_token_ids or body.logprobs is not None or self._tail.continuous
         )
-        """Whether all but a choice's first and last event have nothing but its text."""
+        """Whether all events of a choice except its first and last contain only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
-        """By prompt and choice, once it has begun: the beginning of its plain events, up to the text."""
+        """(prompt, choice) that has begun -> the beginning of its plain events, up to the text."""
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail.plain
 
     def chunk(self, chunk: Chunk) -> bytes:
@@ -258,7 +261,7 @@ class _CompletionEvents:
         return self._pieces.size(chunk.index, chunk, chunk.choice)
 
     def closing(self) -> bytes:
-        """Return the usage, if asked for: an event without choices."""
+        """Return the usage, if requested, as an event without choices."""
         if not self._tail.includes_usage:
             return b""
         return self._head + self._tail.of(self._count.usage(generated=self._pieces.generates))

@@ -23,8 +23,8 @@ __all__ = ["embeddings"]
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """The vector of each input: the hidden state of its last token, or the mean of all, scaled to length 1; what the
-    checkpoint's own files say goes before that, and the request's `pooling` before those."""
+    """The vector of each input: the hidden state of its last token, or the mean of all, scaled to length 1. The
+    checkpoint's own files override this default, and the request's `pooling` overrides both."""
     service = service_of(request)
     body = await read_request(request, EmbeddingRequest)
     inputs: Any = prompts_of(body.input, service.config, "input")
@@ -49,7 +49,7 @@ async def embeddings(request: web.Request) -> web.Response:
 
 
 def _packed(values: Sequence[float]) -> str:
-    """Return the values as little-endian float32 in base64, as OpenAI's client asks for it by default."""
+    """Return the values as little-endian float32 in base64, which OpenAI's client requests by default."""
     numbers = array("f", values)
     if sys.byteorder == "big":
         numbers.byteswap()

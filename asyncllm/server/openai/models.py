@@ -26,7 +26,7 @@ def _model(service: Service, name: str) -> Model:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """All models: the one that the server was started with, then its adapters."""
+    """All models: the one the server was started with, then its adapters."""
     service = service_of(request)
     names = [service.engine.model_name, *service.engine.adapters]
     if asks_for_anthropic(request):

@@ -1,6 +1,6 @@
-"""The bodies that OpenAI's routes take, with vLLM's and LMDeploy's extensions.
+"""Request bodies of OpenAI's routes, with vLLM's and LMDeploy's extensions.
 
-`tests/server/request/test_fields.py` reads the openai package's own types to see that none of their names is unknown.
+`tests/server/request/test_fields.py` checks against the openai package's own types that every name is known.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`stream_options`; only for streams."""
 
     include_usage: bool | None = None
-    """A last chunk without choices carries the usage."""
+    """Send the usage in a last chunk without choices."""
     continuous_usage_stats: bool | None = None
-    """With include_usage: every chunk carries it (vLLM's)."""
+    """With include_usage: send it in every chunk (vLLM's)."""
     include_obfuscation: bool | None = None
-    """Padding against traffic analysis, which loopback does not need; ignored."""
+    """Padding against traffic analysis, which loopback does not need. Ignored."""
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
@@ -62,10 +62,10 @@ class OpenAIFields(SamplingFields, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT, description="LMDeploy's name of min_tokens.")] | None = None
     allowed_token_ids: list[int] | None = None
-    """The only tokens that the answer may have (vLLM's)."""
+    """The only tokens that may be generated (vLLM's)."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
-    """What the answer is held to: text, json_object, json_schema, regex_schema, regex, choice or grammar."""
+    """The form of the answer: text, json_object, json_schema, regex_schema, regex, choice or grammar."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     """vLLM's: a JSON schema."""
@@ -73,7 +73,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    """What may stand between JSON's tokens: an expression of blanks, tabs and line ends."""
+    """The whitespace allowed between JSON's tokens: a regular expression of spaces, tabs and line ends."""
     json_schema: dict[str, Any] | str | None = None
     """SGLang's and llama.cpp's: a JSON schema."""
     regex: str | None = None
@@ -83,13 +83,13 @@ class OpenAIFields(SamplingFields, kw_only=True):
     grammar: str | None = None
     """llama.cpp's: GBNF, or Lark."""
     return_token_ids: bool | None = None
-    """Send the token ids of prompt and answer along."""
+    """Also send the token ids of prompt and answer."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens among log-probabilities as token_id:N (vLLM's)."""
     request_id: Label | None = None
-    """The end of the answer's id."""
+    """The last part of the answer's id."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
-    """A label under which /v1/chat/interactive can stop the answer; -1 stands for none, as in LMDeploy."""
+    """A label by which /v1/chat/interactive can stop the answer. -1: none, as in LMDeploy."""
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -104,28 +104,29 @@ class ChatRequest(OpenAIFields, kw_only=True):
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto: the model chooses. none: it knows the tools, and calls none. required, or a function: it calls."""
+    """auto: the model decides. none: the model sees the tools but calls none. required, or a function: the model must
+    call."""
     parallel_tool_calls: bool | None = None
-    """false: the answer ends behind its first call."""
+    """false: the answer ends after its first call."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
-    """none: the model does not think. Anything else is for templates that read it."""
+    """none: the model does not think. Other values go to templates that read them."""
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of reasoning."""
+    """Maximum number of reasoning tokens."""
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
-    """vLLM's name of it."""
+    """vLLM's name of thinking_budget."""
     mm_processor_kwargs: ImageOptions | None = None
-    """How images are prepared: min_pixels, max_pixels, max_dynamic_patch, detail."""
+    """Image preparation: min_pixels, max_pixels, max_dynamic_patch, detail."""
     include_reasoning: bool | None = None
-    """false: leave out what the model thinks (vLLM's)."""
+    """false: leave out the reasoning (vLLM's)."""
     separate_reasoning: bool | None = None
-    """false: what the model thinks stays in the content (SGLang's)."""
+    """false: leave the reasoning in the content (SGLang's)."""
     do_preprocess: bool | None = None
-    """false: `messages` is a text, which no template frames."""
+    """false: `messages` is a text that is sent to the model without a chat template."""
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
-    """Send the log-probability of each token along."""
+    """Also send the log-probability of each token."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And those of as many of the most likely tokens; needs `logprobs`."""
+    """Also send those of this many most likely tokens. Needs `logprobs`."""
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):

@@ -1,4 +1,4 @@
-"""The bodies that OpenAI's routes answer with. Fields whose value is UNSET are left out."""
+"""Response bodies of OpenAI's routes. Fields whose value is UNSET are left out."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ __all__ = [
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
     image_tokens: int | UnsetType = UNSET
-    """Prompt tokens that stand for images, where there are any, and"""
+    """Prompt tokens that stand for images, if there are any."""
     images: int | UnsetType = UNSET
-    """how many of these there are."""
+    """The number of these images."""
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
-    """Tokens that the model thought with, the marks around them included."""
+    """Tokens of the model's reasoning, including the marks around it."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Where the model has thought."""
+    """Set if the model has reasoned."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -81,11 +81,11 @@ class ChoiceLogprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """Of a token of the prompt, or of one that was likely in its place (vLLM's form)."""
+    """A token of the prompt, or a likely alternative to it (vLLM's format)."""
 
     logprob: float
     rank: int | None
-    """1: the most likely token. null: it is not among those that were asked for."""
+    """1: the most likely token. null: not among the requested ones."""
     decoded_token: str
 
 
@@ -104,12 +104,12 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 class ResponseMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """null where there is nothing but reasoning or calls."""
+    """null if the message has only reasoning or calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """What the model thought before, as DeepSeek, SGLang and LMDeploy call it."""
+    """The reasoning before the answer, under the name that DeepSeek, SGLang and LMDeploy use."""
     reasoning: str | UnsetType = UNSET
-    """The same as vLLM calls it."""
+    """The same under vLLM's name."""
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
@@ -134,7 +134,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """One entry per token; the prompt's first token has None, as nothing precedes it."""
+    """One entry per token. The prompt's first token has None, since nothing precedes it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -205,7 +205,7 @@ class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RerankResponse(msgspec.Struct, kw_only=True):
     id: str
     results: list[RankedDocument]
-    """The best first."""
+    """Best first."""
     model: str
     usage: EmbeddingUsage
 
@@ -213,7 +213,7 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 class LabelProbabilities(msgspec.Struct, kw_only=True):
     index: int
     label: str
-    """The most likely one."""
+    """The most likely label."""
     probs: list[float]
     num_classes: int
 
@@ -239,7 +239,7 @@ class PoolingResponse(msgspec.Struct, kw_only=True):
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
-    """What a caller may do with the model, in OpenAI's early format, which LMDeploy and vLLM kept."""
+    """A caller's permissions on the model, in OpenAI's early format, which LMDeploy and vLLM kept."""
 
     id: str
     object: Literal["model_permission"] = "model_permission"
@@ -261,12 +261,12 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "asyncllm"
     root: str
-    """The model that this one was made from, which is itself."""
+    """The model that this one was made from: itself."""
     parent: str | None = None
-    """Of an adapter: the model that it is for."""
+    """For an adapter: its base model."""
     permission: list[ModelPermission]
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Routes of models that score sequences: /score, /rerank and /classify as vLLM and Cohere have them, and LMDeploy's
+"""Routes of models that score sequences: /score, /rerank and /classify as in vLLM and Cohere, and LMDeploy's
 /pooling."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["classify", "pooling", "rerank", "score"]
 
 
 async def score(request: web.Request) -> web.Response:
-    """The scores of `text_1` beside each text of `text_2`, or of those in equal places if there are as many: the model
-    gives one for both texts, one behind the other, which is brought between 0 and 1."""
+    """The score of each pair of `text_1` and `text_2`. One `text_1` is paired with every `text_2`; otherwise texts at
+    equal positions form a pair. The model reads both texts as one sequence, and its score is mapped to 0 to 1."""
     service = service_of(request)
     body = await read_request(request, ScoreRequest)
     first, second = _texts(body.text_1, service, "text_1"), _texts(body.text_2, service, "text_2")
@@ -55,7 +55,7 @@ async def score(request: web.Request) -> web.Response:
 
 
 async def rerank(request: web.Request) -> web.Response:
-    """The documents in the order of their scores beside the query, the best first, `top_n` of them if that is given."""
+    """The documents ordered by their score for the query, best first; only the first `top_n` if that is given."""
     service = service_of(request)
     body = await read_request(request, RerankRequest)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -78,7 +78,7 @@ async def rerank(request: web.Request) -> web.Response:
 
 
 async def classify(request: web.Request) -> web.Response:
-    """The probability of each label, for each input; of a model with one score, that of the one label."""
+    """The probability of each label for each input. A model with one score has one label."""
     service = service_of(request)
     body = await read_request(request, ClassifyRequest)
     inputs: Any = prompts_of(body.input, service.config, "input")
@@ -94,7 +94,7 @@ async def classify(request: web.Request) -> web.Response:
 
 
 async def pooling(request: web.Request) -> web.Response:
-    """The rewards of each input, as the model's head gives them."""
+    """The rewards of each input, as the model's head computes them."""
     service = service_of(request)
     body = await read_request(request, PoolingRequest)
     inputs: Any = prompts_of(body.input, service.config, "input")
@@ -125,13 +125,14 @@ async def _classified(
 async def _scores_of_pairs(
     request: web.Request, body: PolicyFields, service: Service, pairs: Sequence[tuple[str, str]]
 ) -> tuple[list[float], int]:
-    """Return the scores of pairs between 0 and 1, and how many tokens they took. Raises ApiError where the model gives
-    several scores, of which none is that of a pair."""
+    """Return the scores of pairs, from 0 to 1, and the number of tokens used. Raises ApiError if the model gives
+    several
+    scores, none of which rates a pair."""
     engine = service.engine
     if engine.limits.num_labels > 1:
         raise ApiError(
             400,
-            f"The model tells {engine.limits.num_labels} labels apart, which is no score of a pair. Ask /classify.",
+            f"The model has {engine.limits.num_labels} labels and no score for a pair. Ask /classify.",
             code="unsupported_feature",
         )
     options = request_options(request, body)
@@ -144,7 +145,7 @@ async def _scores_of_pairs(
 
 
 def _probabilities(scores: Sequence[float]) -> list[float]:
-    """Softmax of several scores, the logistic function of one."""
+    """Return the softmax of several scores, or the logistic function of one."""
     if len(scores) == 1:
         return [_sigmoid(scores[0])]
     highest = max(scores)

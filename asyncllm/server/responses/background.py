@@ -1,6 +1,6 @@
-"""Background responses: computed whether or not a client waits, read and cancelled by their ids.
+"""Background responses: computed whether or not a client waits, and read and cancelled by their ids.
 
-A finished one joins the `KeptResponses`, with its events if it is streamed.
+A finished response moves to `KeptResponses`, with its events if it is streamed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncllm.types import Chunk
 __all__ = ["BackgroundResponse", "BackgroundResponses"]
 
 MAX_OPEN = 64
-"""Background responses that are being computed."""
+"""Maximum number of background responses in progress."""
 
 
 class Answer(Protocol):
-    """Writes a response from its chunks."""
+    """Builds a response from its chunks."""
 
     def began(self) -> list[bytes]: ...
 
@@ -35,14 +35,14 @@ class Answer(Protocol):
     def broke(self, error: ApiError) -> list[bytes]: ...
 
     def body(self) -> dict[str, Any]:
-        """Return the response in its present state."""
+        """Return the response in its current state."""
 
 
 class BackgroundResponse:
-    """One response that is being computed, in a task of its own."""
+    """One response in progress, in a task of its own."""
 
     def __init__(self, answer: Answer, log: EventLog | None, input_items: list[dict[str, Any]]) -> None:
-        """`log`: None if it is not streamed."""
+        """`log`: None if the response is not streamed."""
         self.log = log
         self.input_items = input_items
         self._answer = answer
@@ -50,7 +50,7 @@ class BackgroundResponse:
         self._note(answer.began())
 
     def begin(self, generation: Generation, work: AbstractContextManager[None], over: Callable[[], None]) -> None:
-        """Compute the response, as a part of the server's `work`. `over` is called at its end."""
+        """Compute the response, as part of the server's `work`. Call `over` when it ends."""
         name = "asyncllm-background-response"
         self._task = asyncio.get_running_loop().create_task(self._run(generation, work, over), name=name)
 
@@ -81,24 +81,25 @@ class BackgroundResponse:
         return self._answer.body()
 
     async def cancel(self) -> None:
-        """End the response, and wait until that is recorded. Its task has begun, as clients learn the id only then."""
+        """Stop the response and wait until that is recorded. Its task has started, since clients learn the id only
+        then."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
 
 
 class BackgroundResponses:
-    """The responses that are being computed, by key and id. Belongs to one event loop."""
+    """The responses in progress, by key and id. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], BackgroundResponse] = {}
 
     def check_room(self) -> None:
-        """Raise ApiError 429 if there are too many."""
+        """Raise ApiError 429 if too many are in progress."""
         if len(self._open) >= MAX_OPEN:
             raise ApiError(
                 429,
-                f"{MAX_OPEN} background responses are being computed, the most that the server takes. Come back later.",
+                f"{MAX_OPEN} background responses are in progress, the server's maximum. Try again later.",
                 code="too_many_requests",
                 headers=retry_after(5),
             )
@@ -106,7 +107,7 @@ class BackgroundResponses:
     def begin(
         self, key: int, job: BackgroundResponse, generation: Generation, work: AbstractContextManager[None]
     ) -> None:
-        """Compute a response. Raises ApiError as `check_room` does."""
+        """Start computing a response. Raises ApiError as `check_room` does."""
         self.check_room()
         place = key, job.body["id"]
         self._open[place] = job
@@ -116,11 +117,11 @@ class BackgroundResponses:
         del self._open[place]
 
     def find(self, key: int, response_id: str) -> BackgroundResponse | None:
-        """Return the response that is being computed under this id."""
+        """Return the response in progress under this id, if any."""
         return self._open.get((key, response_id))
 
     def check_over(self, key: int, response_id: str, param: str) -> None:
-        """Raise ApiError 400 if the response is being computed."""
+        """Raise ApiError 400 if the response is still in progress."""
         if (key, response_id) in self._open:
             raise ApiError(
                 400,

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the request, and the response made of chunks.
+"""POST /v1/responses: the request, and the response built from the engine's chunks.
 
 Documented at https://platform.openai.com/docs/api-reference/responses.
 """
@@ -53,7 +53,7 @@ ENDS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 
 
 GOES_ON = ("completed", "incomplete")
-"""Statuses of responses that a next one may continue."""
+"""Statuses of responses that can be continued."""
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -87,8 +87,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 async def _conversation(request: web.Request, body: ResponsesRequest | InputTokensRequest) -> list[Message]:
-    """Return the messages that are answered, without instructions. The items that `body.input` refers to take the place
-    of the references. Raises ApiError."""
+    """Return the messages to answer, without instructions. References in `body.input` are replaced by their items.
+    Raises
+    ApiError."""
     service, before = service_of(request), list[Message]()
     if body.previous_response_id is not None:
         service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")
@@ -106,7 +107,7 @@ def _instructed(body: ResponsesRequest | InputTokensRequest, conversation: list[
 
 
 def _options(request: web.Request, body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
-    """Return the tools, how much the model thinks and how images are prepared, as keywords of the engine. Raises
+    """Return the tools, the reasoning effort and the image preparation as keyword arguments of the engine. Raises
     ApiError."""
     service = service_of(request)
     if service.config.unknown_fields == "ignore":
@@ -126,7 +127,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
-    """Count the tokens of a prompt as POST /v1/responses would have it."""
+    """Count the tokens of the prompt that POST /v1/responses would build."""
     service = service_of(request)
     body = await read_request(request, InputTokensRequest)
     messages: Any = _instructed(body, await _conversation(request, body))
@@ -182,7 +183,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 async def _begin_in_background(request: web.Request, answer: _Answer, generation: Generation) -> web.StreamResponse:
-    """Compute a response that is queued in the engine, and answer with its beginning or its events."""
+    """Compute a response that is queued in the engine, and reply with its initial state or its events."""
     service, log = service_of(request), answer.log
     try:
         job = BackgroundResponse(answer, log, answer.input_items)
@@ -196,12 +197,12 @@ async def _begin_in_background(request: web.Request, answer: _Answer, generation
 
 
 def _messages_of_kept(kept: Kept) -> list[Message]:
-    """Return the conversation that a response ends. Raises ApiError 400 where it was cancelled or failed."""
+    """Return the conversation that a response ends. Raises ApiError 400 if the response was cancelled or failed."""
     if kept.body["status"] not in GOES_ON:
         raise ApiError(
             400,
-            f"The response has the status {kept.body['status']!r}, and no conversation goes on from it. Go on from the "
-            f"one before.",
+            f"The response has the status {kept.body['status']!r}, and cannot be continued. Continue the response "
+            f"before it.",
             code="response_not_completed",
             param="previous_response_id",
         )
@@ -209,14 +210,14 @@ def _messages_of_kept(kept: Kept) -> list[Message]:
 
 
 def _with_ids(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return input items as they are listed."""
+    """Return input items in the form in which they are listed."""
     if isinstance(items, str):
         items = [{"role": "user", "content": [{"type": "input_text", "text": items}]}]
     return [{"type": "message", "id": f"msg_{uuid.uuid4().hex}", **item} for item in items]
 
 
 class _Answer:
-    """The response made of chunks, and its events, both written from the same items."""
+    """The response and its events, both built from the same items."""
 
     def __init__(self, key: int, service: Service, body: ResponsesRequest, messages: list[Message]) -> None:
         self._key = key
@@ -229,9 +230,9 @@ class _Answer:
         self._finish_reason: str | None = None
         self.input_items = _with_ids(body.input)
         self.log = EventLog() if body.background and body.stream else None
-        """Events of a response that is streamed in the background."""
+        """Events of a background response that is streamed."""
         self.num_tokens = 0
-        """Items of the answer."""
+        """Generated tokens."""
         self.object = ResponseObject(
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
@@ -257,7 +258,7 @@ class _Answer:
         return chat_logprobs(self._service.engine.tokenizer, logprobs, self._body.top_logprobs or 0).content
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """Add a chunk, and return its events."""
+        """Add a chunk and return its events."""
         self._finish_reason = chunk.finish_reason
         prompt, done = chunk.history_token_len + chunk.input_token_len, chunk.generate_token_len
         self.num_tokens = done
@@ -271,7 +272,7 @@ class _Answer:
         return list(self._output.add(chunk))
 
     def end(self) -> list[Event]:
-        """Finish the response, store it if wanted, and return its last events."""
+        """Finish the response, store it if requested, and return its last events."""
         status = ENDS.get(self._finish_reason or "", "completed")
         events = list(self._output.end(complete=status == "completed"))
         self.object.status = status
@@ -284,7 +285,7 @@ class _Answer:
         return [*events, (f"response.{'completed' if status == 'cancelled' else status}", {"response": self.object})]
 
     def _keep(self) -> None:
-        # A response that was cancelled or failed can be read, but not continued.
+        # A cancelled or failed response can be read but not continued.
         answered = self.object.status in GOES_ON
         messages = [*self._messages, *messages_of(self._output.items)] if answered else []
         body = self.body()
@@ -294,13 +295,13 @@ class _Answer:
         self._service.responses.put(self._key, Kept(body, self.input_items, messages, size, self.log))
 
     def body(self) -> dict[str, Any]:
-        """Return the response in its present state."""
+        """Return the response in its current state."""
         shown = _begun_only(self.object) if self.object.status in ("queued", "in_progress") else self.object
         body: dict[str, Any] = msgspec.to_builtins(shown)
         return body
 
     def began(self) -> list[bytes]:
-        """Return the events of a response that waits for its turn."""
+        """Return the events of a queued response."""
         return self._numbered([(f"response.{name}", {"response": self.body()}) for name in ("created", "queued")])
 
     def _in_progress(self) -> list[bytes]:
@@ -314,15 +315,15 @@ class _Answer:
         return [*self._in_progress(), *self._numbered(self.take(chunk))]
 
     def ended(self) -> list[bytes]:
-        """Return the last events, and keep the response."""
+        """Finish the response, keep it, and return its last events."""
         return [*self._in_progress(), *self._numbered(self.end())]
 
     def cancelled(self) -> list[bytes]:
-        """End what was cancelled, and keep it."""
+        """Finish a cancelled response, keep it, and return its last events."""
         return self._broken("cancelled", "response.cancelled")
 
     def broke(self, error: ApiError) -> list[bytes]:
-        """End what failed, and keep it."""
+        """Finish a failed response, keep it, and return its last events."""
         self.object.error = {"code": error.code or "server_error", "message": error.message}
         return self._broken("failed", "response.failed")
 
@@ -369,6 +370,6 @@ class _Answer:
 
 
 def _begun_only(response: ResponseObject) -> ResponseObject:
-    """Return a response that has only begun, or waits for its turn."""
+    """Return a copy of the response as it is at its beginning or while it is queued."""
     status = "queued" if response.status == "queued" else "in_progress"
     return msgspec.structs.replace(response, status=status, output=[], error=None, usage=None)

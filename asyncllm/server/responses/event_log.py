@@ -1,6 +1,6 @@
-"""EventLog: the events of a response that is streamed in the background.
+"""EventLog: the events of a background response that is streamed.
 
-A client whose connection broke continues behind the last event that it has seen.
+A client whose connection broke can continue after the last event it has seen.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from asyncllm.server.http.errors import ApiError
 __all__ = ["EventLog"]
 
 MAX_BYTES = 4 * 2**20
-"""Most bytes of the events of one response."""
+"""Maximum size of the events of one response, in bytes."""
 
 
 class EventLog:
-    """The events of one response, numbered from 0; of a very long response only the latest."""
+    """The events of one response, numbered from 0. Of a very long response only the latest are kept."""
 
     def __init__(self) -> None:
         self._events: deque[bytes] = deque()
         self._first = 0
-        """The number of the oldest kept event."""
+        """The number of the oldest event kept."""
         self._size = 0
         self._readers: set[asyncio.Event] = set()
         self.ended = False
 
     @property
     def size(self) -> int:
-        """Bytes of all kept events."""
+        """Bytes of all events kept."""
         return self._size
 
     def add(self, events: Iterable[bytes]) -> None:
-        """Add events, and wake the readers that wait for them."""
+        """Add events and wake the readers that wait for them."""
         for event in events:
             self._events.append(event)
             self._size += len(event)
@@ -52,7 +52,7 @@ class EventLog:
             reader.set()
 
     def check(self, number: int) -> None:
-        """Raise ApiError 400 unless the event of this number is kept, or still to come."""
+        """Raise ApiError 400 unless the event with this number is kept or still to come."""
         if number < self._first:
             raise ApiError(
                 400,
@@ -62,8 +62,9 @@ class EventLog:
             )
 
     async def read(self, number: int, patience: float) -> AsyncIterator[bytes]:
-        """Yield the events from this number on, some at a time, up to the last; empty bytes if none comes for
-        `patience` seconds. Raises ApiError as `check` does, if the reader is too slow."""
+        """Yield the events from this number to the last, several at a time, and empty bytes if none arrives for
+        `patience`
+        seconds. Raises ApiError as `check` does if the reader is too slow."""
         changed = asyncio.Event()
         self._readers.add(changed)
         try:

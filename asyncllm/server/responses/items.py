@@ -1,4 +1,4 @@
-"""Turns input items into messages of a chat. Consecutive reasoning, text and calls are one message of the assistant."""
+"""Convert input items to chat messages. Consecutive reasoning, text and calls form one assistant message."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ __all__ = ["messages_of"]
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",
          "summary_text": "text"}  # fmt: skip
-"""Type of a text part -> the key of the text."""
+"""Type of a text part -> the key that holds the text."""
 ROLES = {"developer": "system"}
 
 
 def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the items as messages. Raises ApiError for items of other kinds than text, images, functions and
-    reasoning."""
+    """Return the items as messages. Raises ApiError for items other than text, images, function calls and reasoning."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
@@ -44,7 +43,7 @@ def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case kind:
                 raise _refused(
-                    f"{where} is of type {str(kind)[:64]!r}. What is read are: message, reasoning, function_call, "
+                    f"{where} is of type {str(kind)[:64]!r}. Supported types: message, reasoning, function_call, "
                     f"function_call_output."
                 )
     return messages
@@ -65,7 +64,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
 
 
 def _text_and_images(content: Any, where: str) -> list[dict[str, Any]] | str:
-    """Return the parts if there are images among them, otherwise their text. Raises ApiError."""
+    """Return the parts if they include images, otherwise their text. Raises ApiError."""
     if isinstance(content, list) and any(map(_is_image, content)):
         return [_part(part, where) for part in content]
     return _text(content, where)
@@ -76,7 +75,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of a message with images. Raises ApiError for images that are files of the provider's."""
+    """Return a part of a message with images. Raises ApiError for images stored as files at the provider."""
     if not _is_image(part):
         return {"type": "text", "text": _text([part], where)}
     if not isinstance(url := part.get("image_url"), str):
@@ -86,7 +85,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _assistant(messages: list[Message]) -> Message:
-    """Return the assistant's message to extend: the last one, or a new one."""
+    """Return the assistant message to extend: the last one, or a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

@@ -1,4 +1,4 @@
-"""GET, DELETE, cancel and GET input_items of responses that are kept or computed in the background.
+"""GET, DELETE, cancel and GET input_items for responses that are kept or in progress in the background.
 
 Documented at https://platform.openai.com/docs/api-reference/responses.
 """
@@ -48,7 +48,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 async def follow(request: web.Request, log: EventLog, number: int) -> web.StreamResponse:
-    """Answer with the events of a response from this number on. A client that leaves does not end the response."""
+    """Reply with the events of a response from this number on. The response continues if the client leaves."""
     config = service_of(request).config
     log.check(number)
     response = web.StreamResponse(headers={"Content-Type": SSE.content_type, **HEADERS})
@@ -61,13 +61,13 @@ async def follow(request: web.Request, log: EventLog, number: int) -> web.Stream
         request[OUTCOME] = CLIENT_LEFT
         response.force_close()
     except ApiError:
-        # The client is too slow, and can ask for the response itself.
+        # The client is too slow; it can still ask for the response itself.
         response.force_close()
     return response
 
 
 async def show_response(request: web.Request) -> web.StreamResponse:
-    """Return a response that is kept or being computed, or its events behind the one numbered `starting_after`."""
+    """A response that is kept or in progress, or its events after the one numbered `starting_after`."""
     service, response_id = service_of(request), request.match_info["response_id"]
     found = service.background.find(request[KEY], response_id) or service.responses.get(request[KEY], response_id)
     streamed, after = _asked_events(request)
@@ -86,7 +86,7 @@ async def show_response(request: web.Request) -> web.StreamResponse:
 
 
 def _asked_events(request: web.Request) -> tuple[bool, int]:
-    """Return whether the client wants events, and the number of the last one that it has; -1: none. Raises ApiError."""
+    """Return whether the client wants events, and the number of the last event it has (-1: none). Raises ApiError."""
     stream, after = request.query.get("stream", "false"), request.query.get("starting_after")
     if stream not in ("true", "false"):
         raise ApiError(400, "stream is true or false.", code="invalid_value", param="stream")
@@ -103,7 +103,7 @@ def _asked_events(request: web.Request) -> tuple[bool, int]:
 
 
 async def cancel_response(request: web.Request) -> web.StreamResponse:
-    """End a background response, and return it as it stands then; one that is over stays as it is."""
+    """Cancel a background response and return it in its final state. A finished response stays as it is."""
     service, response_id = service_of(request), request.match_info["response_id"]
     job = service.background.find(request[KEY], response_id)
     if job is not None:
@@ -120,7 +120,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
 
 
 async def delete_response(request: web.Request) -> web.StreamResponse:
-    """Forget a response; one that is being computed ends."""
+    """Delete a response. If it is in progress, stop it."""
     service, response_id = service_of(request), request.match_info["response_id"]
     job = service.background.find(request[KEY], response_id)
     if job is not None:
@@ -130,7 +130,7 @@ async def delete_response(request: web.Request) -> web.StreamResponse:
 
 
 async def list_input_items(request: web.Request) -> web.StreamResponse:
-    """List what a kept response answered, newest first, without what came before it."""
+    """List the input items of a kept response, newest first, without earlier turns."""
     service, response_id = service_of(request), request.match_info["response_id"]
     found = service.background.find(request[KEY], response_id) or service.responses.get(request[KEY], response_id)
     items = found.input_items[::-1]

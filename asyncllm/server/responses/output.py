@@ -1,4 +1,4 @@
-"""Turns an answer into output items and their events. One item is open at a time."""
+"""Convert an answer to output items and their events. One item is open at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm.types import Chunk, Logprobs
 __all__ = ["Event", "OutputItems"]
 
 Event = tuple[str, dict[str, Any]]
-"""Type of an event, and its fields but for type and number."""
+"""Type of an event, and its fields except type and number."""
 
 REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
 PREFIXES = {REASONING: "rs_", MESSAGE: "msg_", CALL: "fc_"}
@@ -19,19 +19,19 @@ TEXT_NAMES = {REASONING: "reasoning_text", MESSAGE: "output_text"}
 
 
 class OutputItems:
-    """The items of one response, fed with the chunks of its answer."""
+    """The output items of one response, built from the chunks of its answer."""
 
     def __init__(self, scored: Callable[[Logprobs], list[Any]] | None = None) -> None:
-        """`scored`: writes the log-probabilities of a message's tokens, if they are asked for."""
+        """`scored`: writes the log-probabilities of a message's tokens, if requested."""
         self._scored = scored
         self._logprobs: list[Any] = []
         """Log-probabilities of the tokens of the open message."""
         self._num_reasoning = 0
         """Tokens of reasoning so far."""
         self.items: list[dict[str, Any]] = []
-        """The items as they are sent; the last one may be unfinished."""
+        """The items as sent; the last one may be unfinished."""
         self._parts: list[str] = []
-        """Pieces of the text or the arguments of the open item."""
+        """Pieces of the open item's text or arguments."""
         self._is_open = False
 
     def add(self, chunk: Chunk) -> Iterator[Event]:
@@ -50,7 +50,7 @@ class OutputItems:
                 yield "response.function_call_arguments.delta", {**self._place(), "delta": piece.arguments}
 
     def end(self, *, complete: bool) -> Iterator[Event]:
-        """Yield the events that end the last item, which is cut unless `complete`."""
+        """Yield the events that end the last item, which is truncated unless `complete`."""
         if not self.items:
             yield from self._begin_text(MESSAGE)
         yield from self._finish("completed" if complete else "incomplete")
@@ -59,7 +59,7 @@ class OutputItems:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _logprobs_of(self, chunk: Chunk) -> list[Any]:
-        """Return the log-probabilities of a chunk's tokens without those of reasoning, which come first."""
+        """Return the log-probabilities of a chunk's tokens, without those of its reasoning, which come first."""
         new, self._num_reasoning = chunk.reasoning_token_len - self._num_reasoning, chunk.reasoning_token_len
         said = (chunk.logprobs or [])[new:]
         return [] if self._scored is None or not said else self._scored(said)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and its tools and text format in the engine's terms."""
+"""The body of POST /v1/responses, and the conversion of its tools and text format for the engine."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ __all__ = [
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""Known values of `include`. Clients that send reasoning back set the last one; here it is plain text."""
+"""Known values of `include`. Clients that send reasoning back set the last one; here reasoning is plain text."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`text`."""
 
     format: dict[str, Any] | None = None
-    """What the answer is held to: text, json_object or json_schema."""
+    """The form of the answer: text, json_object or json_schema."""
     verbosity: str | None = None
-    """A hint to models that were trained on it; ignored."""
+    """A hint for models trained on it. Ignored."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`reasoning`."""
 
     effort: Annotated[str, Meta(max_length=64)] | None = None
-    """none: the model does not think. Anything else is for templates that read it."""
+    """none: the model does not think. Other values go to templates that read them."""
     summary: str | None = None
     """Ignored: the reasoning itself is sent."""
     generate_summary: str | None = None
-    """Its older name."""
+    """The older name of `summary`."""
 
 
 class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_obfuscation: bool | None = None
-    """Padding against traffic analysis; ignored."""
+    """Padding against traffic analysis. Ignored."""
 
 
 Items = str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
@@ -60,7 +60,7 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class InputTokensRequest(Body, kw_only=True):
-    """The body of POST /v1/responses/input_tokens: what of a response's request its prompt is made of."""
+    """The body of POST /v1/responses/input_tokens: the fields of a response's request that form its prompt."""
 
     input: Items = ""
     instructions: str | None = None
@@ -69,7 +69,7 @@ class InputTokensRequest(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    """The form of an answer is no part of its prompt."""
+    """Accepted; the form of an answer is not part of its prompt."""
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: ImageOptions | None = None
@@ -79,9 +79,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: Items
-    """A text, or items: messages, calls of functions, their outputs, and reasoning."""
+    """A text, or items: messages, function calls, their outputs, and reasoning."""
     instructions: str | None = None
-    """A system message in front; it is not kept for the next response."""
+    """A system message before the input. The next response does not inherit it."""
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
@@ -91,25 +91,26 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     max_output_tokens: NewTokens | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """How many of the most likely tokens are sent with each; needs message.output_text.logprobs in `include`."""
+    """Number of most likely tokens sent with each token. Needs message.output_text.logprobs in `include`."""
     metadata: dict[str, Any] | None = None
-    """Sent back."""
+    """Returned unchanged."""
     store: bool | None = None
-    """false: the response cannot be asked for again, nor gone on from."""
+    """false: the response can be neither retrieved nor continued."""
     background: bool | None = None
-    """true: the answer comes at once, with the status queued, and the response is computed and kept. Ask for it until
-    its status is another than queued and in_progress."""
+    """true: return at once with the status queued, and compute and keep the response. Poll it until its status is
+    neither
+    queued nor in_progress."""
     previous_response_id: ResponseId | None = None
-    """The conversation that goes on, without its instructions."""
+    """The response to continue. Its instructions are not inherited."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: ImageOptions | None = None
-    """How images are prepared, as in chat completions."""
+    """Image preparation, as in chat completions."""
 
 
 def check_included(body: ResponsesRequest) -> None:
-    """Raise ApiError for an `include` that is not supported."""
+    """Raise ApiError if `include` has an unsupported value."""
     for name in body.include or ():
         if name not in INCLUDED:
             raise ApiError(
@@ -121,7 +122,7 @@ def check_included(body: ResponsesRequest) -> None:
 
 
 def logprobs_of(body: ResponsesRequest) -> int | None:
-    """Return the number of log-probabilities of each token besides its own; None: none at all. Raises ApiError."""
+    """Return the number of alternatives per token, or None if no log-probabilities are requested. Raises ApiError."""
     if LOGPROBS not in (body.include or ()):
         if body.top_logprobs is not None:
             raise ApiError(
@@ -131,7 +132,7 @@ def logprobs_of(body: ResponsesRequest) -> int | None:
     if body.tools:
         raise ApiError(
             400,
-            "Log-probabilities are those of a message's tokens, which are not told apart from a call's. Leave tools or "
+            "Log-probabilities are sent for a message's tokens only, and here calls may be among them. Leave tools or "
             f"{LOGPROBS} out; /v1/chat/completions has those of all tokens.",
             code="unsupported_parameter",
             param="include",
@@ -151,7 +152,7 @@ def functions_among(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, 
 
 
 def tools_of(body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
-    """Return which tools may be called, in the form of chats. Raises ApiError for those that are no functions."""
+    """Return the callable tools in the chat format. Raises ApiError for tools that are not functions."""
     options: RequestKeywords = {}
     if body.tools:
         options["tools"] = [_function(tool) for tool in body.tools]

@@ -1,7 +1,8 @@
-"""KeptResponses: the responses of each key that a next request may continue, and their bounds.
+"""KeptResponses: the responses of each key that later requests may continue, within limits.
 
-They are kept in memory only: a response is forgotten `session_ttl` seconds after its last use, when others need its
-room, and when the server ends.
+Responses are kept in memory only: one is forgotten `session_ttl` seconds after its last use, or to make room for
+others,
+and all are lost when the server stops.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Kept", "KeptResponses"]
 
 MAX_KEPT = 4096
 MAX_BYTES = 256 * 2**20
-"""Most bytes of the conversations of kept responses, each counted in full."""
+"""Maximum total size of the kept responses' conversations in bytes. Each counts in full."""
 
 
 class Kept(NamedTuple):
@@ -32,9 +33,9 @@ class Kept(NamedTuple):
     messages: list[Message]
     """The conversation with its answer, without instructions."""
     size: int
-    """Bytes of these fields, estimated."""
+    """Estimated size of these fields in bytes."""
     events: EventLog | None = None
-    """The events of a response that was streamed in the background."""
+    """The events, if the response was streamed in the background."""
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -48,16 +49,16 @@ class KeptResponses:
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
         self._kept: OrderedDict[tuple[int, str], tuple[Kept, float]] = OrderedDict()
-        """With the time of its last use, least recently used first."""
+        """(key, id) -> the response and the time of its last use, least recently used first."""
         self._items: dict[tuple[int, str], dict[str, Any]] = {}
-        """Input and output items of kept responses, by key and id."""
+        """(key, item id) -> input or output item of a kept response."""
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, key: int, response: Kept) -> None:
-        """Keep a response, and forget others to make room. A response that is too large by itself is not kept."""
+        """Keep a response, and forget others to make room. A response that exceeds the limit by itself is not kept."""
         now = asyncio.get_running_loop().time()
         self._kept[key, response.body["id"]] = response, now
         self._items |= {(key, item["id"]): item for item in response.items}
@@ -65,7 +66,7 @@ class KeptResponses:
         self._forget(now)
 
     def get(self, key: int, response_id: str, param: str | None = None) -> Kept:
-        """Return a response. Raises ApiError 404, and 400 if the id is the request's field `param`, as OpenAI does."""
+        """Return a response. Raises ApiError 404, or 400 if the id is the request's field `param`, as OpenAI does."""
         now = asyncio.get_running_loop().time()
         self._forget(now)
         found = self._kept.get((key, response_id))
@@ -102,7 +103,7 @@ class KeptResponses:
         return found
 
     def delete(self, key: int, response_id: str) -> None:
-        """Forget a response. Raises ApiError 404."""
+        """Delete a response. Raises ApiError 404."""
         self.get(key, response_id)
         self._drop((key, response_id))
 

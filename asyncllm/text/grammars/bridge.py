@@ -1,4 +1,4 @@
-"""The bridge to llguidance: the tokenizer in its form, compiled grammars, and the progress of answers in them.
+"""The interface to llguidance: the tokenizer in its format, compiled grammars, and the progress of answers in them.
 
 Calls take microseconds to seconds and run in threads.
 """
@@ -36,11 +36,11 @@ LIMITS: dict[str, Any] = {
 }
 
 SLOW_MASK = 0.05
-"""Most seconds of processor time for a grammar's first masks. A slower grammar is refused, as it would delay other
+"""Maximum CPU time of a grammar's first masks in seconds. A slower grammar is refused, since it would delay other
 rows."""
 
 TOO_SLOW = 0.005
-"""Seconds of processor time from which a mask of a running answer is slow. SLOW_MASKS of them end the answer."""
+"""CPU time in seconds from which the mask of a running answer counts as slow. SLOW_MASKS of them end the answer."""
 SLOW_MASKS = 10
 
 MAX_MESSAGE = 300
@@ -48,7 +48,7 @@ EXCERPT = re.compile(r"\s+\d+ \| .*", re.DOTALL)
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance takes."""
+    """A tokenizer in llguidance's format."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         assert tokenizer.table is not None
@@ -64,7 +64,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return the tokens of some bytes: the tokenizer's own, or the longest ones if it adds a prefix."""
+        """Return the tokens of some bytes: the tokenizer's own, or the longest matches if it adds a prefix."""
         try:
             ids = self._tokenizer.encode(data.decode(), add_bos=False, parse_special=False)
         except ValueError:
@@ -88,8 +88,9 @@ class GrammarCompiler:
     """Compiles grammars for one model's vocabulary. Usable from several threads at once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
-        """`eos`: all ids that end an answer, at least one. `tokenizer` has a byte table. A large vocabulary takes up to
-        a second, in which the interpreter is held."""
+        """`eos`: all ids that end an answer, at least one. `tokenizer` must have a byte table. Construction takes up to
+        a
+        second for a large vocabulary, with the interpreter lock held."""
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         assert tokenizer.table is not None
@@ -102,7 +103,8 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec, *, spaced: bool, tried: bool = False) -> CompiledGrammar:
         """Compile a grammar and try its first tokens, unless they were `tried` elsewhere. `spaced`: an answer may begin
-        with white space.
+        with
+        white space.
 
         Raises InvalidParameter."""
         from llguidance import LLMatcher
@@ -111,7 +113,7 @@ class GrammarCompiler:
             text = self._text(spec, spaced=spaced or self._spaced)
             matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
         except ValueError:
-            # The library repeats what it was given.
+            # The library's message repeats its input.
             raise InvalidParameter(
                 f"No answer can be held to {spec.field}: it holds a half of a surrogate pair, or a number that no "
                 f"computer has the room for. Leave it out.",
@@ -137,7 +139,7 @@ class GrammarCompiler:
             case "regex":
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
             case "choice":
-                # One expression, as that many alternatives of a grammar take seconds.
+                # One expression, since that many alternatives in a grammar take seconds.
                 words = "|".join(escaped(word) for word in json.loads(spec.source))
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({words})" if spaced else f"({words})")
             case "grammar":
@@ -147,9 +149,10 @@ class GrammarCompiler:
 
                     try:
                         source = gbnf_to_lark(source)
-                    except Exception as error:  # its parser raises whatever it meets
+                    except Exception as error:  # its parser raises any kind of error
                         raise InvalidParameter(
-                            f"The grammar is no GBNF ({type(error).__name__}). Correct it, or send Lark.", spec.field
+                            f"The grammar is not valid GBNF ({type(error).__name__}). Correct it, or send Lark.",
+                            spec.field,
                         ) from None
                 return LLMatcher.grammar_from_lark(source)
             case "calls":
@@ -158,7 +161,7 @@ class GrammarCompiler:
 
     def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
-            # Behind the sentence comes a piece of the grammar, which is not the client's own text.
+            # The sentence is followed by a piece of the grammar, which the client did not write itself.
             reason = " ".join(EXCERPT.sub("", matcher.get_error()).split())[:MAX_MESSAGE]
             if "NoExtensionBias" in reason:
                 reason = "no text ends in what it allows"
@@ -171,14 +174,14 @@ class GrammarCompiler:
             )
 
     def _walk(self, matcher: LLMatcher, field: str) -> None:
-        """Take the first steps in the grammar, as some compile and fail when they are used."""
+        """Take the first steps in the grammar, since some compile and fail only when used."""
         words = np.zeros(self._words, np.int32)
         for _ in range(2):
             begun = time.thread_time()
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if time.thread_time() - begun > SLOW_MASK:
                 raise InvalidParameter(
-                    f"The {field} asked for is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} "
+                    f"The {field} is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} "
                     f"ms. Simplify it.",
                     field,
                 )
@@ -199,13 +202,13 @@ class GrammarText(NamedTuple):
     """The source from which another process compiles the same grammar."""
 
     number: int
-    """Number of the compiled grammar, given by the process that compiled it first."""
+    """Number given to the grammar by the process that compiled it first."""
     spec: GrammarSpec
     spaced: bool
 
 
 class CompiledGrammar:
-    """A compiled grammar at its beginning. Its copies share what they find out."""
+    """A compiled grammar in its initial state. Its copies share what they compute."""
 
     def __init__(self, matcher: LLMatcher, words: int, ends: tuple[int, ...], text: GrammarText) -> None:
         self._matcher = matcher
@@ -214,44 +217,44 @@ class CompiledGrammar:
         """Tokens that end an answer."""
         self._lock = threading.Lock()
         self.words = words
-        """Number of 32-bit words of a mask, which has one bit for each token."""
+        """Number of 32-bit words in a mask, which has one bit per token."""
 
     def copy(self) -> LLMatcher:
-        with self._lock:  # one matcher is for one thread at a time
+        with self._lock:  # a matcher may be used by one thread at a time
             return self._matcher.deep_copy()
 
 
 class GrammarStart(NamedTuple):
-    """The place in an answer where its grammar begins."""
+    """The position in an answer at which its grammar begins."""
 
     inside: bool = False
-    """Whether the answer begins inside the reasoning, to which no grammar applies."""
+    """Whether the answer begins inside the reasoning, which no grammar constrains."""
     opens: int | None = None
     """The token that may begin the reasoning."""
     closes: int | None = None
     """The token that ends it."""
     begins: int | None = None
-    """The first token of a call, which ends the reasoning too."""
+    """The first token of a call, which also ends the reasoning."""
     budget: int | None = None
-    """Most tokens of reasoning, after which `closes` is forced."""
+    """Maximum number of reasoning tokens, after which `closes` is forced."""
     ends: tuple[int, ...] = ()
-    """Further tokens that end the answer: those of an adapter's chat template."""
+    """Further tokens that end the answer, from an adapter's chat template."""
 
 
 class AnswerGrammar:
-    """The grammar of one request's answers, and where it begins."""
+    """The grammar of one request's answers, and the position at which it begins."""
 
     def __init__(self, compiled: CompiledGrammar | None, start: GrammarStart) -> None:
-        """`compiled`: None if only the length of the reasoning is bounded."""
+        """`compiled`: None if only the length of the reasoning is limited."""
         self._compiled = compiled
         self._start = start
 
     def told(self) -> tuple[int | None, GrammarStart]:
-        """Return the grammar for a process that has compiled it too: its number, and where it begins."""
+        """Return the grammar's number and start, for a process that has compiled it too."""
         return None if self._compiled is None else self._compiled.text.number, self._start
 
     def start(self, answer: Sequence[int]) -> GrammarProgress:
-        """Return the progress of an answer that has some tokens already."""
+        """Return the progress of an answer that already has some tokens."""
         progress = GrammarProgress(self._compiled, self._start)
         for token in answer:
             progress.consume(token)
@@ -268,26 +271,26 @@ class GrammarProgress:
         ends = () if compiled is None else (*compiled.ends, *start.ends)
         self._ends = [token for token in ends if token != start.closes]
         self._free = start.inside
-        """Whether the text is reasoning, to which no grammar applies."""
+        """Whether the current text is reasoning, which no grammar constrains."""
         self._opens = None if start.inside else start.opens
         """The token that may still begin the reasoning."""
         self._closes = start.closes
         self._begins = start.begins
         self._left = start.budget
-        """Tokens of reasoning that may still come."""
+        """Number of reasoning tokens left."""
         self._run: list[int] = []
-        """Forced tokens, the first one last. A run of them is found once, and its masks allow one token each."""
+        """Forced tokens in reverse order. A run of them is computed once, and each of its masks allows one token."""
         self._slow = 0
         self.error: str | None = None
-        """Why the answer cannot go on."""
+        """Why the answer cannot continue."""
 
     @property
     def ended(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether the answer must end now."""
         return not self._free and self._matcher is not None and self._matcher.is_stopped()
 
     def consume(self, token: int) -> None:
-        """Move on by the answer's next token."""
+        """Advance by the answer's next token."""
         if self._free:
             self._free = token not in (self._closes, self._begins)
             if self._left is not None:
@@ -309,8 +312,8 @@ class GrammarProgress:
             self.error = self._matcher.get_error() or "the token is not allowed"
 
     def forced(self) -> list[int]:
-        """Return the tokens that have to come next. A mask in front of them allows the next one alone."""
-        # Inside reasoning, and while it may begin, there is a choice.
+        """Return the tokens that must come next. A mask before them allows only the next one."""
+        # Inside the reasoning, and while it may begin, there is a choice.
         if self._matcher is None or self._free or self._opens is not None or self.ended or self.error is not None:
             return []
         if not self._run:
@@ -318,8 +321,9 @@ class GrammarProgress:
         return self._run[::-1]
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """Write the bits of the tokens that may come next; none where the answer cannot go on, which every rank then
-        learns from the draw."""
+        """Write the mask of the next token. If the answer cannot continue, no bit is set, and every rank learns that
+        from the
+        draw."""
         matcher = self.fill_by(words)
         if matcher is not None:
             begun = time.thread_time()
@@ -328,7 +332,7 @@ class GrammarProgress:
             self.filled(words)
 
     def fill_by(self, words: NDArray[np.int32]) -> LLMatcher | None:
-        """Do as `fill`, or return the matcher that has to write the bits, in front of a call of `filled`."""
+        """Do as `fill`, or return the matcher that has to write the mask before `filled` is called."""
         if self.error is not None:
             words[:] = 0
         elif self._free and self._left is not None and self._left <= 0:
@@ -348,12 +352,12 @@ class GrammarProgress:
         return None
 
     def filled(self, words: NDArray[np.int32]) -> None:
-        """Look at the bits that the matcher of `fill_by` has written."""
+        """Check the mask that the matcher of `fill_by` has written."""
         assert self._matcher is not None
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
         elif self._slow >= SLOW_MASKS:
-            self.error = "its tokens take too long to tell apart"
+            self.error = "its masks take too long to compute"
         if self.error is not None:
             words[:] = 0
             return

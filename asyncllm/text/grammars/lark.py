@@ -1,4 +1,4 @@
-"""Lark writes grammars of llguidance, rule by rule. A special token in them is given by its id.
+"""Lark writes llguidance grammars rule by rule. They refer to a special token by its id.
 
 Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -20,25 +20,25 @@ ANY_TEXT = "/(.|\\n)*/"
 REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
 
 TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space between JSON's tokens as models' templates write it, so that most tokens of a call are forced."""
+"""White space between JSON's tokens as models' templates write it, which forces most tokens of a call."""
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
-"""White space between JSON's tokens: one blank, or a line end with an indent. Models get lost in unbounded white
-space."""
+"""White space between JSON's tokens: one space, or a line end with an indent. With unbounded white space models may
+never stop writing it."""
 LENIENT = {"lenient": True, "coerce_one_of": True}
-"""Keywords of a schema that the library does not support are ignored, not refused."""
+"""Ignore unsupported keywords of a schema rather than refuse them."""
 ESCAPES = {"json_allow_general_unicode_escapes": True}
 
 
 def escaped(text: str) -> str:
-    """Return a text as a regular expression of Rust's."""
+    """Return a text escaped for Rust's regular expressions."""
     return REGEX_CHARACTERS.sub(lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 class Lark:
-    """A grammar that is being written."""
+    """A grammar under construction."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: spellings of its special tokens stand for these tokens; None: they are plain text."""
+        """`tokenizer`: spellings of its special tokens stand for these tokens. None: they are plain text."""
         self._tokenizer = tokenizer
         self._lines: list[str] = []
         self._known: dict[str, str] = {}
@@ -50,7 +50,8 @@ class Lark:
         return "\n".join(self._lines) + "\n"
 
     def rule(self, body: str, name: str | None = None, *, lazy: bool = False) -> str:
-        """Add a rule and return its name; equal ones are one. `lazy`: a single lexeme, which ends as soon as it can."""
+        """Add a rule and return its name. Equal rules share one. `lazy`: a single lexeme, which ends as early as
+        possible."""
         known = self._known.get("[lazy]" * lazy + body)
         if known is not None and name is None:
             return known
@@ -73,31 +74,32 @@ class Lark:
         return " ".join(parts) or '""'
 
     def special(self, text: str) -> int | None:
-        """Return the id of the special token that a text begins with; None if it begins with none."""
+        """Return the id of the special token that a text begins with, or None."""
         for match in self._found(text):
             if match.start() == 0:
                 return self._id(match[0])
         return None
 
     def until(self, closer: str, text: str = ANY_TEXT) -> str:
-        """Return the rule for any `text` up to and with `closer`."""
+        """Return the rule for any `text` up to and including `closer`."""
         parts = self._parts(closer)
         if all(isinstance(part, str) for part in parts):
             return self.rule(f"{text} {' '.join(map(str, parts))}", lazy=True)
         rest = list(parts)
         if isinstance(rest[0], str):
-            # It ends with the closer's beginning when the token comes, or the token does not come.
+            # It ends with the closer's beginning when the token arrives, or the token does not arrive.
             text = f"{text} {rest.pop(0)}"
         marks = [part if isinstance(part, str) else f"<[{part}]>" for part in rest]
         return " ".join([self.terminal(text), *marks])
 
     def text_without(self, patterns: Sequence[str]) -> str:
-        """Return the rule for any text that none of the regular expressions matches as a whole."""
+        """Return the rule for any text that none of the regular expressions matches completely."""
         return self.terminal(" & ".join([ANY_TEXT, *(f"~/{pattern}/" for pattern in patterns)]))
 
     def json(self, schema: Any, *, white_space: str | None = None, lenient: bool = False) -> str:
         """Return the rule for a JSON value. `white_space`: expression for the space between its tokens; None: as
-        templates write it."""
+        templates
+        write it."""
         options: dict[str, Any] = TIGHT if white_space is None else {"whitespace_pattern": white_space}
         options = options | (LENIENT if lenient else {}) | ESCAPES
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")

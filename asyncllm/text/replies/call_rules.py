@@ -1,4 +1,4 @@
-"""Grammar rules for calls of tools, in the formats that the parsers read."""
+"""Grammar rules for tool calls, in the formats that the parsers read."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 CALLED, ARGUMENTS, NUMBER, KEY, VALUE = "\0name\0", "\0arguments\0", "\0number\0", "\0key\0", "\0value\0"
-"""A place in the shape of a call, to be filled for each call."""
+"""Placeholders in the shape of a call, filled in for each call."""
 LINE_END = "\0end\0"
 """A line break that may be missing."""
 PLACES = re.compile("(\0[a-z]+\0)")
 
 SAYS_NOTHING = {"type", "title", "description", "default", "examples", "example", "deprecated"}
-"""Keywords of a string's schema that every string fulfils."""
+"""Keywords that do not constrain a string."""
 
 
 OF_WHOLE_OBJECTS = {
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum", "patternProperties", "minProperties",
     "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "unevaluatedProperties",
 }  # fmt: skip
-"""Keywords that constrain an object beyond its single properties."""
+"""Keywords that constrain an object as a whole rather than single properties."""
 
 
 class CalledTool(NamedTuple):
@@ -49,17 +49,17 @@ class CalledTool(NamedTuple):
 
     name: str
     schema: Mapping[str, Any]
-    """The schema of its parameters, as the client gave it."""
+    """The schema of its parameters, as sent by the client."""
     prepared: Mapping[str, Any]
     """The same schema, prepared for a grammar."""
     strict: bool
 
 
 class CallRules(Lark):
-    """Rules of the calls that one request allows."""
+    """Rules for the calls that one request allows."""
 
     def __init__(self, tokenizer: Tokenizer | None, tools: Sequence[CalledTool], *, many: bool) -> None:
-        """`many`: there may be several calls."""
+        """`many`: several calls are allowed."""
         super().__init__(tokenizer)
         self.tools = tools
         self.many = many
@@ -76,7 +76,7 @@ class CallRules(Lark):
         return self.json({**schema, **named}, lenient=not tool.strict)
 
     def filled(self, shape: str, contents: Mapping[str, str]) -> str:
-        """Return the rule for a shape with its places filled."""
+        """Return the rule for a shape whose placeholders are filled in."""
         known = {LINE_END: '"\\n"?', NUMBER: "/[0-9]{1,3}/", **contents}
         parts = [known[part] if part in known else self.literal(part) for part in PLACES.split(shape) if part]
         return " ".join(parts) or '""'
@@ -87,7 +87,7 @@ class CallRules(Lark):
         return self.rule(" | ".join(each))
 
     def listed(self, entries: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return the rule for entries in their order. Each is (rule, whether it is required)."""
+        """Return the rule for entries in order. Each is (rule, whether it is required)."""
         behind = following = '""'
         for entry, needed in reversed(entries):
             first = f"{entry} {following}" if following != '""' else entry
@@ -99,7 +99,7 @@ class CallRules(Lark):
         return behind
 
     def several(self, each: str, between: str, after: str) -> str:
-        """Return the rule for one call or, where several are allowed, for several."""
+        """Return the rule for one call, or for several if they are allowed."""
         more = f" ({self.literal(between)} {each})*" if self.many else ""
         if between == "" and self.many:
             more = f" ({each})*"
@@ -107,17 +107,18 @@ class CallRules(Lark):
 
 
 class CallGrammar(NamedTuple):
-    """The grammar of a format's calls."""
+    """The grammar of a call format."""
 
     opener: str
-    """The marker in front; empty: calls begin where the reply does."""
+    """The marker before a call. Empty: calls begin at the start of the reply."""
     rules: Callable[[CallRules], str]
-    """Returns the name of the rule for what follows the opener. Raises UnsupportedFeature."""
+    """Returns the name of the rule for the text after the opener. Raises UnsupportedFeature."""
     needs: str = ""
-    """A special token of the models that write this format; a tokenizer without it belongs to another model."""
+    """A special token of the models that write this format. A tokenizer without it belongs to another model."""
     looks: Callable[[Sequence[str]], str] | None = None
-    """Given the tools' names, returns a regular expression of replies that begin as calls do. For formats whose calls
-    begin with the reply."""
+    """Given the tools' names, returns a regular expression that matches replies which begin like a call. For formats
+    whose
+    calls begin at the start of the reply."""
 
 
 def shaped(
@@ -157,10 +158,11 @@ def tagged(
     after: str = "",
     unreadable: str = r"[\s<>\"]",
 ) -> CallGrammar:
-    """Return the grammar of calls that write each parameter by itself.
+    """Return the grammar of calls that write each parameter separately.
 
     `closer` ends a value. `json_parameter`: the shape of a JSON value, if it differs from a text's; otherwise the
-    parser tells them apart by the tool's schema. `unreadable`: characters that no parameter's name may have.
+    parser
+    distinguishes them by the tool's schema. `unreadable`: characters that a parameter's name must not contain.
     """
 
     def rules(grammar: CallRules) -> str:
@@ -187,7 +189,7 @@ def tagged(
 
 
 def names_of(schema: Any) -> list[tuple[str, bool]]:
-    """Return the names that an object's schema has, each with whether it is required."""
+    """Return the names in an object's schema, each with whether it is required."""
     required = schema.get("required") if isinstance(schema, Mapping) else None
     needed = dict.fromkeys(each for each in required if isinstance(each, str)) if isinstance(required, list) else {}
     return [(name, name in needed) for name in {**dict.fromkeys(properties_of(schema)), **needed}]
@@ -195,7 +197,8 @@ def names_of(schema: Any) -> list[tuple[str, bool]]:
 
 def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
     """Return `names_of` a tool's parameters. Raises UnsupportedFeature for names that match `unreadable`, which the
-    format cannot write, and for schemas that go beyond single parameters."""
+    format
+    cannot write, and for schemas that constrain more than single parameters."""
     names = names_of(tool.prepared)
     for name, _ in names:
         if not name or re.search(unreadable, name):
@@ -215,8 +218,8 @@ def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
 
 
 def _as_text(grammar: CallRules, tool: CalledTool, name: str, lead: str, closer: str, *, is_marked: bool) -> str | None:
-    """Return the rule for a parameter that is written as text, with the `closer` behind it; None if it is written as
-    JSON. `lead` precedes the closer. `is_marked`: the format says whether a value is text or JSON."""
+    """Return the rule for a parameter written as text, followed by `closer`, or None if it is written as JSON. `lead`
+    precedes the closer. `is_marked`: the format marks values as text or JSON."""
     schema = properties_of(tool.schema).get(name)
     types = types_of(schema)
     if not isinstance(schema, Mapping) or types != {"string"}:
@@ -232,7 +235,7 @@ def _as_text(grammar: CallRules, tool: CalledTool, name: str, lead: str, closer:
     if is_marked:
         return None
     raise UnsupportedFeature(
-        f"The parameter {name!r} of the tool {tool.name!r} cannot be held to its schema: the model's format of calls "
-        f"writes it as a text that nothing limits. Leave strict out, or describe it in words.",
+        f"The parameter {name!r} of the tool {tool.name!r} cannot be constrained by its schema: the model's call "
+        f"format writes it as free text. Leave strict out, or describe the form in words.",
         "tools",
     )

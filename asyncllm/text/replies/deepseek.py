@@ -1,5 +1,5 @@
-"""DeepSeek's calls: V3 and R1 with the arguments in a fenced block, V3.1 without, V3.2 and V4 as marked parameters;
-and Kimi K2's, which are similar."""
+"""DeepSeek's call formats: V3 and R1 with the arguments in a fenced block, V3.1 without it, V3.2 and V4 with marked
+parameters; and Kimi K2's, which is similar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a reply, as events in the order in which they come, and the output that collects them."""
+"""The parts of a reply, as events in order, and the output that collects them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class Thought(msgspec.Struct, frozen=True):
-    """A piece of the reasoning in front of the content."""
+    """A piece of the reasoning before the content."""
 
     text: str
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """A call of a tool begins; calls are numbered from 0 and do not overlap."""
+    """The start of a tool call. Calls are numbered from 0 and do not overlap."""
 
     index: int
     name: str
@@ -36,7 +36,7 @@ class CallPiece(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """A call is over. `complete`: its arguments came to their end."""
+    """The end of a call. `complete`: its arguments are not truncated."""
 
     index: int
     complete: bool
@@ -46,15 +46,17 @@ Event = Text | Thought | CallStart | CallPiece | CallEnd
 
 
 class Output:
-    """Collects events; adjacent pieces of one kind become one.
+    """Collects events. Adjacent pieces of one kind are merged.
 
-    White space next to markup is not content. Directly behind markup it is left out; elsewhere it is held until it is
+    White space next to markup is not content. Directly after markup it is dropped; elsewhere it is held back until it
+    is
     known whether markup follows.
     """
 
     def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], most_calls: int) -> None:
-        """`spelled` turns codes of special tokens back into their text; `on_call` is called when a call
-        begins. After `most_calls` calls nothing is taken; 0: any number."""
+        """`spelled` converts codes of special tokens back to text. `on_call` is called when a call begins. Everything
+        after
+        `most_calls` calls is ignored; 0: no limit."""
         self._spelled = spelled
         self._on_call = on_call
         self._most_calls = most_calls
@@ -66,7 +68,7 @@ class Output:
         self.inside = False
         """Whether the next text is reasoning."""
         self.over = False
-        """Whether all allowed calls have come."""
+        """Whether all allowed calls have ended."""
         self.num_calls = 0
         """Calls that have begun."""
         self.num_complete = 0
@@ -86,12 +88,12 @@ class Output:
         self._add(text, thinking=True)
 
     def markup(self) -> None:
-        """Note that markup stands here."""
+        """Record markup at this position."""
         self._blanks = []
         self._behind_markup = True
 
     def end(self) -> None:
-        """Note that nothing follows: white space at the end is the text's own."""
+        """Record the end of the reply. White space at the end belongs to the text."""
         self._flush_blanks()
 
     def start(self, name: str) -> None:
@@ -104,7 +106,7 @@ class Output:
         self.num_calls += 1
 
     def arguments(self, piece: str) -> None:
-        """Add to the arguments of the call that has begun."""
+        """Add to the arguments of the current call."""
         if not piece or self.over:
             return
         index, piece = self.num_calls - 1, self._spelled(piece)
@@ -115,7 +117,7 @@ class Output:
             self._events.append(CallPiece(index, piece))
 
     def finish(self, *, complete: bool) -> None:
-        """End the call that has begun."""
+        """End the current call."""
         if self.over:
             return
         self.num_complete += complete

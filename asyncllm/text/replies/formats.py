@@ -1,4 +1,4 @@
-"""The format of a checkpoint's replies, by its chat template or by the names that other servers use."""
+"""The format of a checkpoint's replies, by its chat template or by the parser names that other servers use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["NONE", "REASONING_PARSERS", "TOOL_PARSERS", "reply_format"]
 Each = TypeVar("Each")
 
 NONE = "none"
-"""The name of no parser."""
+"""The name that stands for no parser."""
 
 TOOL_FORMATS = (
     HERMES,
@@ -72,7 +72,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
     alias: form for form in TOOL_FORMATS for alias in (form.name, *ALIASES.get(form.name, ()))
 }
-"""Name of a parser -> format of calls."""
+"""Parser name -> format of calls."""
 
 THINK = Thinking("<think>", "</think>")
 MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
@@ -125,7 +125,7 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
     "kimi": KIMI_THINK,
     **dict.fromkeys(("openai_gptoss", "gpt-oss", "openai", "harmony"), None),
 }
-"""Name of a parser -> marks around the reasoning; None: harmony's channels."""
+"""Parser name -> marks around the reasoning; None: harmony's channels."""
 
 TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY),
@@ -153,7 +153,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_start|>",), PYTHONIC),
     (("[func_name1(",), PYTHONIC),
 )
-"""Texts that only a template of a format contains; the first match counts."""
+"""Texts that occur only in templates of a format. The first match counts."""
 
 THINKING_SIGNS = (
     ("</think>", THINK),
@@ -169,8 +169,8 @@ THINKING_SIGNS = (
 def reply_format(
     template: str | None, tokenizer: Tokenizer | None, *, tool_parser: str | None = None, reasoning: str | None = None
 ) -> ReplyFormat:
-    """Return the format of replies to prompts that the Jinja `template` writes. Names of parsers take precedence over
-    the template.
+    """Return the format of replies to prompts written by the Jinja `template`. Parser names take precedence over the
+    template.
 
     Raises InvalidParameter for an unknown name.
     """

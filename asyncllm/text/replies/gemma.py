@@ -1,4 +1,4 @@
-"""Gemma's calls: call:NAME{key:value}, with bare keys and texts between marks."""
+"""Gemma's call format: call:NAME{key:value}, with bare keys and texts between marks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _format(name: str, opener: str, closer: str, quote: str) -> ToolFormat:
 
 
 KEYWORDS = {"type", "properties", "required", "items", "enum", "const", "additionalProperties"}
-"""Those that a value's rules come from."""
+"""Keywords that determine a value's rules."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-"""Of numbers."""
+"""Keywords that limit numbers."""
 SAYS_NOTHING = {"title", "description", "default", "examples", "$schema"}
 
 
@@ -66,7 +66,7 @@ def _object_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str,
 
 
 def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, depth: int) -> str:
-    """Return the rule for a value of a schema, by its types, properties and items."""
+    """Return the rule for a value of a schema, from its types, properties and items."""
     if not isinstance(schema, Mapping):
         schema = {}
     if (tool.strict and set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING) or depth > MAX_DEPTH:

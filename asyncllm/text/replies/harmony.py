@@ -1,4 +1,4 @@
-"""gpt-oss's replies: several messages, each with a channel and perhaps a recipient in its header."""
+"""gpt-oss's reply format: several messages, each with a channel and perhaps a recipient in its header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of a whole reply that has to, or may, call a tool, or whose content has a form."""
+"""The grammar of a whole reply that must or may call a tool, or whose content has a required form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asyncllm.text.tokenizer import Tokenizer
 __all__ = ["call_grammar", "held_reply"]
 
 MAX_TOOLS_TEXT = 512 * 1024
-"""Most characters of the schemas of all tools."""
+"""Maximum total length of all tools' schemas in characters."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def call_grammar(form: ToolFormat, tokenizer: Tokenizer) -> CallGrammar | None:
-    """Return the grammar of calls in the format, for the model of this tokenizer; None if it has none."""
+    """Return the grammar of calls in the format for the model of this tokenizer, or None if it has none."""
     fitting = (each for each in form.grammars if not each.needs or tokenizer.token_id(each.needs) is not None)
     return next(fitting, None)
 
@@ -58,13 +58,13 @@ def held_reply(
 def _body(
     form: ToolFormat, tokenizer: Tokenizer, rules: CallRules, choice: ToolChoice, content: GrammarSpec | None
 ) -> str:
-    """Return the Lark of the reply behind the reasoning."""
+    """Return the Lark of the reply after the reasoning."""
     if form.whole is not None:
         return form.whole(rules, None if choice.required else _content(rules, content))
     grammar = call_grammar(form, tokenizer)
     if grammar is None:
         raise UnsupportedFeature(
-            f"Calls in the format {form.name!r} cannot be held to anything. Send tool_choice='auto', tools that are "
+            f"Calls in the format {form.name!r} cannot be constrained. Send tool_choice='auto', tools that are "
             f"not strict, and no response_format.",
             "tools",
         )
@@ -104,7 +104,7 @@ def _content(rules: Lark, content: GrammarSpec | None) -> str:
         case "choice":
             return rules.terminal(f"/{'|'.join(escaped(word) for word in json.loads(content.source))}/")
     raise UnsupportedFeature(
-        "A grammar cannot stand beside tools: an answer is held to one. Send a schema, an expression or a choice, or "
+        "A grammar cannot be combined with tools. Send a schema, a regular expression or a choice, or "
         "tool_choice='none'.",
         "response_format",
     )

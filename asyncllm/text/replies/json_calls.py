@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects: a name and arguments, in any order, alone or in a list."""
+"""Calls written as JSON objects: a name and arguments, in any order, alone or in a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CALL_KEYS", "Keys", "read_calls", "read_object"]
 
 
 class Keys(NamedTuple):
-    """Names of the fields of a call's object."""
+    """Names of the fields of a call object."""
 
     name: frozenset[str]
     arguments: frozenset[str]
@@ -44,7 +44,7 @@ def _further(reader: Reader, keys: Keys) -> Reading:
 
 
 def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
-    """Read one call. Return whether it was one; otherwise the source keeps the text that was read."""
+    """Read one call and return whether it was one. If not, the source keeps the text that was read."""
     source, output = reader.source, reader.output
     yield from source.space()
     if not (yield from source.literal("{")):
@@ -95,7 +95,7 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
 
 
 def _arguments(reader: Reader, sink: Callable[[str], None]) -> Reading:
-    """Read arguments. Some models write them as a string with JSON, or null if there are none."""
+    """Read arguments. Some models write them as a string of JSON, or as null if there are none."""
     source = reader.source
     first = yield from source.peek()
     if first == '"':

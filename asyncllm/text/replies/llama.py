@@ -1,4 +1,4 @@
-"""Llama's calls: a JSON object in place of an answer, or behind <|python_tag|>."""
+"""Llama's call formats: a JSON object in place of an answer, or after <|python_tag|>."""
 
 from __future__ import annotations
 

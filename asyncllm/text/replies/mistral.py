@@ -1,4 +1,4 @@
-"""Mistral's calls: a JSON list up to tokenizer v7, a name and its arguments from v11 on."""
+"""Mistral's call formats: a JSON list up to tokenizer v7, a name and its arguments from v11 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are written as calls of Python functions with keywords: Llama 4, LFM2, Olmo 3."""
+"""Calls written as Python calls with keyword arguments: Llama 4, LFM2, Olmo 3."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _further(reader: Reader) -> Reading:
 
 
 def _call(reader: Reader) -> Reading:
-    """Read one call as a whole, as only its end tells it from other text in brackets."""
+    """Read one whole call, since only its end distinguishes it from other bracketed text."""
     source, output = reader.source, reader.output
     yield from source.space()
     name = yield from source.matching(NAME)

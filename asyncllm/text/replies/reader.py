@@ -1,4 +1,4 @@
-"""Reader: a reply's text, its output and the tools that may be called; ToolFormat: how calls are written."""
+"""Reader: a reply's text, its output and the callable tools. ToolFormat: how calls are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reader:
         self.source = Source(codes)
         self.output = Output(codes.spelled, self._begun, most_calls)
         self.tools = tools
-        """The JSON schema of the parameters of each tool, by the tool's name."""
+        """Tool name -> JSON schema of its parameters."""
         self._markers: dict[tuple[str, ...], Markers] = {}
 
     def _begun(self) -> None:
@@ -29,15 +29,16 @@ class Reader:
         self.source.kept()
 
     def markers(self, *markers: str) -> Markers:
-        """Return the markers, ready to be looked for."""
+        """Return the markers, prepared for searching."""
         found = self._markers.get(markers)
         if found is None:
             found = self._markers[markers] = Markers(markers, self.codes)
         return found
 
     def attempt(self, reading: Reading, before: str = "", sink: Callable[[str], None] | None = None) -> Reading:
-        """Read a possible call, and return whether it was one. If not, the text goes to `sink` (the content unless
-        given), behind `before`, which was read already."""
+        """Try to read a call, and return whether it was one. If not, the text goes to `sink` (by default the content),
+        after
+        `before`, which has already been read."""
         outermost = self.source.keep(before)
         found = yield from reading
         if outermost:
@@ -47,7 +48,7 @@ class Reader:
         return found
 
     def calls(self, read: Callable[[Reader], Reading], closer: str) -> Reading:
-        """Read a call, all that follow it, and `closer`. Return whether there was a call."""
+        """Read a call, all calls that follow it, and `closer`. Return whether there was a call."""
         found = yield from read(self)
         if found:
             while (yield from self.attempt(read(self))):
@@ -59,21 +60,21 @@ class Reader:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one family of models writes calls."""
+    """How one model family writes calls."""
 
     name: str
     openers: tuple[str, ...]
-    """Markers that begin a call or a list of them."""
+    """Markers that begin a call or a list of calls."""
     read: Callable[[Reader, str], Reading]
-    """Reads the text behind an opener, and returns whether it was a call."""
+    """Reads the text after an opener, and returns whether it was a call."""
     at_start: Callable[[Reader], Reading] | None = None
     """Reads a call without a marker at the beginning of the content."""
     inside: tuple[str, ...] = ()
     """Further markers, which may be special tokens."""
     grammars: tuple[CallGrammar, ...] = ()
-    """Grammars of calls; the first one whose marker the tokenizer has counts."""
+    """Grammars of calls. The first whose marker the tokenizer has is used."""
     whole: Callable[[CallRules, str | None], str] | None = None
-    """For a format whose replies are several messages: given the rule of the content, or None if a call is required,
+    """For a format whose replies consist of several messages: takes the rule of the content (None: a call is required),
     returns the rules of a whole reply."""
     answer: Callable[[Reader], Reading] | None = None
     """Reads a whole reply, for a format whose replies are more than text and calls."""

@@ -1,4 +1,4 @@
-"""Reply splits a model's reply, while it comes, into reasoning, content and calls of tools."""
+"""Reply splits a streamed model reply into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Thinking(NamedTuple):
 
 
 class ReplyFormat:
-    """How the replies of one checkpoint are written. Immutable; its replies share it."""
+    """How one checkpoint's replies are written. Immutable, and shared by its replies."""
 
     def __init__(self, tools: ToolFormat | None, thinking: Thinking | None, tokenizer: Tokenizer | None = None) -> None:
-        """`tools`, `thinking`: None if no format is known. With `tokenizer`, a marker that is a special token counts
-        only as this token, not as the text of its spelling."""
+        """`tools`, `thinking`: None if no format is known. With `tokenizer`, a marker that is a special token is
+        recognized
+        only as that token, not as its spelling."""
         self.tools = tools
         self.thinking = thinking
         markers = () if tools is None else (*tools.openers, *tools.inside)
@@ -36,7 +37,7 @@ class ReplyFormat:
                 found += (match[0] for match in tokenizer.spellings.pattern.finditer(marker))
         self.codes = Codes(found)
         self.tokens: dict[int, str] = {}
-        """Id of a marker's special token -> its code in the text of `Reply.push`."""
+        """Id of a marker's special token -> its code in the text given to `Reply.push`."""
         for spelling, code in self.codes:
             token = None if tokenizer is None else tokenizer.token_id(spelling)
             if token is not None:
@@ -49,7 +50,8 @@ class ReplyFormat:
 
     def begins_inside(self, prompt: str, continued: str | None = None) -> bool:
         """Return whether a reply to this rendered prompt begins inside the reasoning. `continued`: the beginning of the
-        reply, which the prompt ends with."""
+        reply,
+        with which the prompt ends."""
         if self.thinking is None:
             return False
         opening, closing = self.thinking.open.strip(), self.thinking.close.strip()
@@ -61,7 +63,8 @@ class ReplyFormat:
 
 
 class Reply:
-    """A reply that comes in pieces. The events do not depend on how it is cut, except for where texts are cut.
+    """A reply that arrives in pieces. Its events do not depend on where the pieces are split, except for how texts are
+    split.
 
     Text that fits no format is content: nothing is lost, and nothing is raised.
     """
@@ -69,8 +72,9 @@ class Reply:
     def __init__(
         self, form: ReplyFormat, tools: Mapping[str, Any] | None = None, *, inside: bool = False, most_calls: int = 0
     ) -> None:
-        """`tools`: name -> schema of the parameters of each tool that may be called; None: calls are content.
-        `inside`: the prompt has opened the reasoning. `most_calls`: the reply ends after so many; 0: any number."""
+        """`tools`: name -> schema of the parameters of each callable tool; None: calls are content. `inside`: the
+        prompt has
+        opened the reasoning. `most_calls`: the reply ends after this many calls; 0: no limit."""
         self._reader = Reader(form.codes, tools or {}, most_calls)
         self._thinking = form.thinking
         self._format = form.tools if tools else None
@@ -80,7 +84,7 @@ class Reply:
         self._resume()
 
     def push(self, text: str) -> list[Event]:
-        """Return the events of more text, in which special tokens of the format are codes."""
+        """Return the events of more text, in which the format's special tokens are codes."""
         if self._reading is None:
             return []
         self._reader.source.feed(text)
@@ -88,7 +92,7 @@ class Reply:
         return self._reader.output.take()
 
     def end(self) -> list[Event]:
-        """Return the last events, as no more text comes."""
+        """Return the last events, once no more text will arrive."""
         if self._reading is not None:
             self._reader.source.close()
             self._resume()
@@ -102,7 +106,7 @@ class Reply:
 
     @property
     def over(self) -> bool:
-        """Whether further text does not belong to the reply."""
+        """Whether further text no longer belongs to the reply."""
         return self._reader.output.over
 
     @property
@@ -123,7 +127,7 @@ class Reply:
             self._reading = None
 
     def _read(self, thought: bool) -> Reading:
-        """Read a reply of text, reasoning and calls; `thought`: its reasoning was begun by the prompt."""
+        """Read a reply of text, reasoning and calls. `thought`: the prompt has begun its reasoning."""
         reader, source, output = self._reader, self._reader.source, self._reader.output
         yield  # the first text
         if thought:
@@ -150,7 +154,7 @@ class Reply:
                 yield from reader.attempt(self._format.read(reader, marker), marker)
 
     def _think(self) -> Reading:
-        """Read the reasoning up to its end, or to a call, which ends it too."""
+        """Read the reasoning up to its end or to a call, which also ends it."""
         assert self._thinking is not None
         reader, output = self._reader, self._reader.output
         output.inside = True

@@ -1,8 +1,8 @@
-"""Source: text that comes in pieces, read by generators, which yield when they need more.
+"""Source: text that arrives in pieces, read by generators that yield when they need more.
 
-So a format reads as if all of its text were there, and the result does not depend on how the text was cut. A special
-token of the format is one code in the text, a lone surrogate, which no decoded text contains. So a reply that spells a
-marker as text does not contain the marker.
+A format is thus parsed as if all of its text were available, and the result does not depend on where the pieces are
+split. A special token of the format is one code in the text, a lone surrogate, which decoded text never contains.
+Therefore a reply that spells a marker as text does not contain the marker.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Reading = Generator[None, None, Any]
 
 FIRST_CODE = 0xDC00
 OUTSIDE = re.compile(r'["{}\[\]]|[^\s\w.,:+-]')
-"""In JSON outside of strings: brackets and quotes, and characters that no JSON has there."""
+"""In JSON outside strings: brackets and quotes, and characters that are invalid there."""
 INSIDE = re.compile('["\\\\\udc00-\udfff]')
-"""In a string: its end, an escape, a special token."""
+"""In a string: its end, an escape, or a special token."""
 SCALAR_END = re.compile("[\\s,}\\]]|[\udc00-\udfff]")
 CLOSING = {"{": "}", "[": "]"}
 
 
 class Codes:
-    """The codes of special tokens that the markers of a format hold."""
+    """The codes of the special tokens in a format's markers."""
 
     def __init__(self, spellings: Iterable[str] = ()) -> None:
         self._codes = {spelling: chr(FIRST_CODE + place) for place, spelling in enumerate(dict.fromkeys(spellings))}
@@ -38,7 +38,7 @@ class Codes:
         yield from self._codes.items()
 
     def coded(self, marker: str) -> str:
-        """Return a marker as it stands in the source."""
+        """Return a marker as it appears in the source."""
         for spelling, code in self._codes.items():
             marker = marker.replace(spelling, code)
         return marker
@@ -49,7 +49,7 @@ class Codes:
 
 
 class Markers:
-    """Texts to look for, of which none begins another."""
+    """Texts to search for. None is a prefix of another."""
 
     def __init__(self, markers: Iterable[str], codes: Codes) -> None:
         self.spelled = {codes.coded(marker): marker for marker in markers}
@@ -58,7 +58,7 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def open_end(self, text: str, start: int) -> int:
-        """Return the start of the longest end of the text that may begin a marker."""
+        """Return the start of the longest suffix of the text that may begin a marker."""
         for place in range(max(start, len(text) - self._longest), len(text)):
             if text[place:] in self._beginnings:
                 return place
@@ -66,7 +66,7 @@ class Markers:
 
 
 class Source:
-    """Text that has come and is not read yet."""
+    """Text that has arrived and is not read yet."""
 
     __slots__ = ("_at", "_codes", "_ended", "_kept", "_literals", "_text")
 
@@ -76,7 +76,7 @@ class Source:
         self._at = 0
         self._ended = False
         self._kept: list[str] | None = None
-        """What has been read since `keep`."""
+        """The text read since `keep`."""
         self._literals: dict[str, str] = {}
 
     def feed(self, text: str) -> None:
@@ -85,18 +85,18 @@ class Source:
         self._at = 0
 
     def close(self) -> None:
-        """Note that no more text comes."""
+        """Record that no more text will arrive."""
         self._ended = True
 
     def keep(self, before: str = "") -> bool:
-        """Keep the text that is read from here on, behind `before`. Return False if text is being kept already."""
+        """Keep the text read from here on, after `before`. Return False if text is being kept already."""
         if self._kept is not None:
             return False
         self._kept = [self._codes.coded(before)]
         return True
 
     def kept(self) -> str:
-        """Return the kept text, and keep no more."""
+        """Return the kept text and stop keeping."""
         kept, self._kept = "".join(self._kept or ()), None
         return kept
 
@@ -108,7 +108,7 @@ class Source:
         return piece
 
     def peek(self) -> Reading:
-        """Return the next character, which stays; empty at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._at >= len(self._text):
             if self._ended:
                 return ""
@@ -116,7 +116,7 @@ class Source:
         return self._text[self._at]
 
     def character(self) -> Reading:
-        """Read the next character; empty at the end, and in front of a special token."""
+        """Read the next character; empty at the end and before a special token."""
         first = yield from self.peek()
         return self._take(self._at + 1) if first and not "\udc00" <= first <= "\udfff" else ""
 
@@ -132,7 +132,7 @@ class Source:
             yield
 
     def literal(self, marker: str) -> Reading:
-        """Read `marker` if it stands here, and return whether it does."""
+        """Read `marker` if it comes next, and return whether it does."""
         wanted = self._literals.get(marker)
         if wanted is None:
             wanted = self._literals[marker] = self._codes.coded(marker)
@@ -145,7 +145,7 @@ class Source:
             yield
 
     def matching(self, pattern: re.Pattern[str]) -> Reading:
-        """Read characters, each of which `pattern` matches."""
+        """Read characters as long as `pattern` matches them."""
         parts = []
         while True:
             place = self._at
@@ -157,8 +157,8 @@ class Source:
             yield
 
     def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading:
-        """Give the text up to the first marker to `sink` as it comes. Read and return the marker, or None if none
-        comes."""
+        """Pass the text up to the first marker to `sink` as it arrives. Read and return the marker, or None if there is
+        none."""
         while True:
             found = markers.pattern.search(self._text, self._at)
             end = found.start() if found else len(self._text)
@@ -174,9 +174,11 @@ class Source:
             yield
 
     def json_value(self, sink: Callable[[str], None]) -> Reading:
-        """Give a JSON value to `sink` as it comes, unchanged. Return whether it is complete.
+        """Pass a JSON value to `sink` unchanged as it arrives. Return whether it is complete.
 
-        Only its end is looked for, by brackets and strings. It ends early at a character that no JSON has there.
+        The value is not validated; brackets and strings determine its end. It ends early at a character that JSON does
+        not
+        allow there.
         """
         first = yield from self.peek()
         if first == '"':
@@ -245,7 +247,7 @@ class Source:
             yield
 
     def json_string(self) -> Reading:
-        """Read a JSON string and return its text; None if there is none."""
+        """Read a JSON string and return its text, or None if there is none."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []

@@ -1,7 +1,6 @@
 """Formats that write each parameter between tags of its own: Qwen3-Coder, GLM-4.5, MiniMax-M2.
 
-A string streams as it comes. Any other value waits for its end and is written as JSON of the type that the tool's
-schema names.
+A string streams as it arrives. Any other value is read to its end and written as JSON of the type in the tool's schema.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAME = re.compile(r"[^\s<>\"\udc00-\udfff]")
 
 
 def _read_value(reader: Reader, tool: str, key: str, writer: ArgumentsWriter, closing: Markers) -> Reading:
-    """Read a value up to its closing tag. Return whether that came."""
+    """Read a value up to its closing tag. Return whether the tag arrived."""
     types = types_of(properties_of(reader.tools.get(tool)).get(key))
     writer.key(key)
     if types == {"string"}:
@@ -124,7 +123,7 @@ def _no_opener(reader: Reader, opener: str) -> Reading:
 
 
 def _glm4_at_start(reader: Reader) -> Reading:
-    """Read the name of a tool on a line of its own, and its arguments."""
+    """Read a tool's name on a line of its own, and its arguments."""
     source, output = reader.source, reader.output
     yield from source.space()
     name = yield from source.matching(NAME)

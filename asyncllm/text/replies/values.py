@@ -1,4 +1,4 @@
-"""Turns arguments of calls that models do not write as JSON into JSON while they come."""
+"""Convert call arguments that models do not write as JSON to JSON while they arrive."""
 
 from __future__ import annotations
 

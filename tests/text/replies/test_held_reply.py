@@ -237,7 +237,7 @@ def test_a_reply_is_a_call_or_content_of_the_form() -> None:
         spec = held_reply(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), content, many=True)
         assert [plain().takes(spec, text) for text in (call, good, bad)] == [True, True, False]
     lark = grammar_of({"type": "grammar", "grammar": 'start: "a"'})
-    with pytest.raises(UnsupportedFeature, match="beside tools"):
+    with pytest.raises(UnsupportedFeature, match="combined with tools"):
         held_reply(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), lark, many=True)
 
 
