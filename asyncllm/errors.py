@@ -160,8 +160,7 @@ class QueueFull(EngineError):
 
 class RequestFailed(EngineError):
     """One request failed, or a step that it was part of; other requests continue. `__cause__` is the underlying error,
-    if
-    any."""
+    if any."""
 
 
 class DeadlineExceeded(RequestFailed, TimeoutError):
@@ -231,8 +230,7 @@ def _remade(kind: type[Kept], args: tuple[typing.Any, ...], attributes: dict[str
 
 def detached(error: Kept) -> Kept:
     """Return `error` with its own traceback as a note, and remove the tracebacks of it and its causes, since even a
-    cleared
-    frame refers to its callers."""
+    cleared frame refers to its callers."""
     error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     link: BaseException | None = error
     while link is not None:

@@ -139,8 +139,7 @@ def locate_adapter(adapter: str | os.PathLike[str], *, download_dir: str | Path 
 
 def own_adapter(folder: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, str]:
     """Return name -> folder of the adapter for prompts with images, if the model's family has one and its folder
-    contains
-    it. `overrides` replaces entries of config.json. Raises InvalidCheckpoint."""
+    contains it. `overrides` replaces entries of config.json. Raises InvalidCheckpoint."""
     beside = _adapter_folder({**read_json_object(folder / "config.json"), **(overrides or {})})
     if beside is None or not (folder / beside).is_dir():
         return {}
@@ -169,8 +168,7 @@ def _download(
     name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "", more: tuple[str, ...] = ()
 ) -> Path:
     """Return the folder of a hub model, with the files that match `ALLOW_PATTERNS` or `more` at its top, or in the
-    folder
-    `inside`, which ends in a slash. Raises ModelNotFound."""
+    folder `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
     allowed, ignored = (

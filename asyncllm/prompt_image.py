@@ -54,8 +54,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of feature rows of each of its places in the text; (): one place with a row for each token."""
     spans: tuple[tuple[int, int], ...] = ()
     """(start, end) of each place's tokens, relative to its first token; tokens between places are text. Set together
-    with
-    `position`; (): all tokens."""
+    with `position`; (): all tokens."""
     apart: bool = False
     """Whether the tower encodes each place separately; places have equal parts of the pixels."""
     joint: bool = False
@@ -67,8 +66,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     def joint_around(self, position: int) -> tuple[int, int] | None:
         """Return the absolute (start, end) of the tokens that attend to each other on both sides of `position`, or None
-        if
-        there are none."""
+        if there are none."""
         if self.joint and self.position < position < self.end:
             for start, stop in self.spans or ((0, self.length),):
                 if self.position + start < position < self.position + stop:
@@ -82,8 +80,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
 
     def encodings(self) -> Iterator[tuple[int, int]]:
         """Yield, for each input of the tower, the position from which its features are needed and its cost, as the
-        number of
-        prompt tokens that take as long to compute."""
+        number of prompt tokens that take as long to compute."""
         work = int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
         starts = [start for start, _ in self.spans] if self.apart else [0]
         for start in starts:
@@ -107,8 +104,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shift(self) -> int:
         """The offset between positions and token numbers after the image. The image takes as many positions as the
-        longest side
-        of its grid or its duration, or three if its tokens share a position."""
+        longest side of its grid or its duration, or three if its tokens share a position."""
         if self.shared:
             return 3 - self.length
         if self.grid is None:
@@ -177,5 +173,4 @@ class ImagePreparation(Protocol):
         self, image: Any, options: Mapping[str, Any], cache_salt: str | None = None, *, is_video: bool = False
     ) -> PromptImage:
         """Return the result of the processor's `prepare` or `prepare_video`. Requests with different salts share no
-        results,
-        and their digests differ."""
+        results, and their digests differ."""

@@ -13,8 +13,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def in_terminal(text: str) -> str:
     """Return the text with all control characters escaped except tabs and line ends. Others move the cursor, set the
-    window
-    title, and write to the clipboard."""
+    window title, and write to the clipboard."""
     return CONTROL.sub(lambda found: _spelled(found[0]), text)
 
 

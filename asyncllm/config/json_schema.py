@@ -80,8 +80,7 @@ def _too_large(what: str, field: str) -> InvalidParameter:
 
 def _parts(schema: Any, field: str) -> Iterator[Any]:
     """Yield every value in a schema, without recursion. Raises InvalidParameter if there are too many or they are
-    nested
-    too deeply."""
+    nested too deeply."""
     left = [(schema, 0)]
     count = 0
     while left:

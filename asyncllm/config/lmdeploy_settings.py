@@ -1,6 +1,5 @@
 """LMDeploy's settings without a counterpart in asyncllm. A value that changes nothing here is accepted, so that
-programs
-written for LMDeploy run. Any other is refused with a message that names the alternative."""
+programs written for LMDeploy run. Any other is refused with a message that names the alternative."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def prepared_schema(schema: Any) -> Any:
     """Return the schema in keywords of the grammar library. A boolean is returned unchanged.
 
     An object with named properties allows no others unless the schema mentions them: models that may add properties do
-    so,
-    and neither the callers' types nor the grammars of other servers have any.
+    so, and neither the callers' types nor the grammars of other servers have any.
     """
     made = _respelled(schema)
     return made if _joins(schema) else _closed(made)

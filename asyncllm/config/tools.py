@@ -69,8 +69,7 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[st
 
     Besides "none", "auto" and "required", a choice may name one function, as {"type": "function", "function": {"name":
     ...}} or without the inner object, or several, as {"type": "allowed_tools", "mode": ..., "tools": [...]}, also
-    nested
-    under "allowed_tools".
+    nested under "allowed_tools".
     """
     if choice == "none":
         return None

@@ -16,8 +16,7 @@ async def in_thread(call: Callable[[], Result]) -> Result:
     """Return the result of `call`, run in a thread of its own.
 
     For work of milliseconds to seconds: reading, importing, starting processes. Unlike the loop's thread pool, it
-    leaves no
-    idle thread behind, and the loop does not wait for it when this task is cancelled.
+    leaves no idle thread behind, and the loop does not wait for it when this task is cancelled.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-open")
     try:

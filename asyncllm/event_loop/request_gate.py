@@ -1,8 +1,7 @@
 """RequestGate: limits the number of requests that begin between two iterations of the event loop.
 
 Before its first await a request takes about 0.3 ms for its body and prompt. If a thousand arrive at once, the last
-would
-begin before the engine could run the first step, and no reader would get a token. Beside threads that hold the
+would begin before the engine could run the first step, and no reader would get a token. Beside threads that hold the
 interpreter lock a request takes 10 ms, since it releases the lock to encode its prompt and waits to get it back.
 Therefore fewer requests begin when iterations are long.
 """

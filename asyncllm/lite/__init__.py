@@ -1,11 +1,11 @@
-"""Tools that make another checkpoint of one, with LMDeploy's names: `asyncllm lite`, or from Python.
+"""Tools that write a new checkpoint from another, under LMDeploy's names: `asyncllm lite`, or from Python.
 
     from asyncllm.lite import auto_awq
 
     auto_awq("internlm/internlm2-chat-7b", "internlm2-chat-7b-4bit", calib_dataset="texts.jsonl")
 
-A model runs layer by layer on texts, so that one layer at a time is in the device's memory. The folder that is written
-loads like any other checkpoint, and appears whole or not at all.
+They run the model on calibration texts layer by layer, so that only one layer at a time is in the device's memory. The
+new folder loads like any other checkpoint, and appears complete or not at all.
 """
 
 from __future__ import annotations

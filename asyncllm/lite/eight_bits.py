@@ -1,4 +1,4 @@
-"""Weights of 8 bits, for activations of 8 bits."""
+"""Recipes for 8-bit weights with 8-bit activations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["BlockedFP8", "SmoothQuant"]
 
 @dataclass(frozen=True)
 class SmoothQuant(Recipe):
-    """A scale for each output feature and each token."""
+    """One scale for each output feature and each token."""
 
     dtype: torch.dtype
     compressed: bool
     search_scale: bool = True
     compensate: bool = True
-    """Weights make up for the errors of those that were rounded before, else each has the nearest code."""
+    """Adjust the remaining weights for the errors of those already rounded; otherwise round each to nearest."""
     damp: float = 0.01
 
     def check(self, n: int, k: int) -> None:
@@ -59,12 +59,12 @@ class SmoothQuant(Recipe):
 
 @dataclass(frozen=True)
 class BlockedFP8(Recipe):
-    """e4m3 with a scale for each block of 128 x 128. No input decides anything."""
+    """e4m3 with one scale for each block of 128 x 128. Needs no calibration inputs."""
 
     reads_inputs = False
 
     def check(self, n: int, k: int) -> None:
-        """Accept any size: the last blocks may be smaller."""
+        """Accept any size, since the last blocks may be smaller."""
 
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
         codes, scales = round_blocks(weight)

@@ -1,4 +1,4 @@
-"""Weights of few bits, for activations as they are."""
+"""Recipes for low-bit weights with unquantized activations."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["FewBits", "Scaled"]
 
 @dataclass(frozen=True)
 class FewBits(Recipe):
-    """Codes on a grid; nothing moves."""
+    """Round weights to a grid, without moving scales."""
 
     grid: Grid
     files: Literal["awq", "gptq", "compressed-tensors"]
     search_clip: bool = True
-    """Try narrower ranges for each group."""
+    """Also try narrower ranges for each group."""
     compensate: bool = True
-    """Weights make up for the errors of those that were rounded before, else each has the nearest code."""
+    """Adjust the remaining weights for the errors of those already rounded; otherwise round each to nearest."""
     damp: float = 0.01
     ordered: bool = True
     writer: str = "asyncllm"
-    """Of the files, as they name it."""
+    """Name of the writer in the files."""
 
     def check(self, n: int, k: int) -> None:
         self.grid.width(k)
@@ -88,7 +88,7 @@ class FewBits(Recipe):
 
 @dataclass(frozen=True)
 class Scaled(FewBits):
-    """Inputs that are large are divided before, and their weights multiplied, as AWQ does."""
+    """Divide large inputs by scales and multiply their weights by them first, as AWQ does."""
 
     search_scale: bool = True
 

@@ -1,4 +1,4 @@
-"""GPTQ: column by column, what rounding one changes is made up for by those that are not rounded yet.
+"""GPTQ: round a weight column by column, and adjust the remaining columns for the error of each.
 
 Frantar and others, https://arxiv.org/abs/2210.17323.
 """
@@ -13,17 +13,17 @@ from torch import Tensor
 __all__ = ["Nearest", "inverse_factor", "round_columns"]
 
 Nearest = Callable[[Tensor, int], Tensor]
-"""Weights of one input feature [N, 1] and which it is -> the nearest values that there are."""
+"""(weights of one input feature [N, 1], index of the feature) -> nearest representable values."""
 
 _COLUMNS_AT_ONCE = 128
-"""Columns whose changes reach the rest of the weight together."""
+"""Number of columns whose adjustments are applied to the rest of the weight together."""
 
 
 def inverse_factor(moments: Tensor, damp: float) -> Tensor:
     """Return the upper Cholesky factor of the inverse of the inputs' second moments [K, K], with `damp` times their
-    mean diagonal added. More is added where that is not positive definite in float32."""
+    mean diagonal added. More is added if the result is not positive definite in float32."""
     mean = moments.diagonal().mean().clamp(min=1e-12)
-    # An input that is always 0 says nothing of its weights.
+    # An input that is always 0 gives no information about its weights.
     for attempt in range(8):
         damped = moments.clone()
         damped.diagonal().add_(mean * damp * 10**attempt)
@@ -37,9 +37,9 @@ def inverse_factor(moments: Tensor, damp: float) -> Tensor:
 
 
 def round_columns(weight: Tensor, moments: Tensor, nearest: Nearest, *, damp: float, ordered: bool) -> Tensor:
-    """weight [N, K] float32 -> the values that it is rounded to.
+    """Round weight [N, K] float32 and return the rounded values.
 
-    `ordered`: the features with the largest inputs are rounded first, while there are most to make up for them.
+    `ordered`: round the features with the largest inputs first, while most others can still be adjusted.
     """
     order = moments.diagonal().argsort(descending=True, stable=True) if ordered else torch.arange(len(moments))
     order = order.to(weight.device)

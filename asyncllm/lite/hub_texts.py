@@ -1,4 +1,4 @@
-"""Data sets of the hub that LMDeploy knows by name, read with the library `datasets`."""
+"""Data sets on the hub that LMDeploy refers to by name, read with the library `datasets`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["HUB_DATASETS", "read_hub_texts"]
 
 
 class HubDataset(NamedTuple):
-    """Where a data set is."""
+    """The location and layout of a data set."""
 
     repository: str
     part: str | None = None
     split: str = "train"
     rows_of_one_text: int = 1
-    """Rows that follow one another in one text."""
+    """Number of consecutive rows that form one text."""
 
 
 HUB_DATASETS: Mapping[str, HubDataset] = {
@@ -37,13 +37,13 @@ MOST_ROWS = 16_384
 
 _TEXTS = ("text", "sentence", "content")
 _TURNS = (("question", "answer"), ("instruction", "output"))
-"""Columns of what is asked and what is answered."""
+"""Columns with questions and answers."""
 
 
 def read_hub_texts(name: str) -> list[str | list[dict[str, Any]]]:
-    """Return the first texts or conversations of one of `HUB_DATASETS`. Blocks on the network; rows are streamed.
+    """Return the first texts or conversations of one of `HUB_DATASETS`. Streams rows, and blocks on the network.
 
-    Raises InvalidParameter where the library is missing, the hub cannot be reached, or no row can be read.
+    Raises InvalidParameter if the library is missing, the hub cannot be reached, or no row can be read.
     """
     found = HUB_DATASETS[name]
     instead = "or give a .txt or .jsonl file of your own, or leave it out for the bundled texts."
@@ -58,7 +58,7 @@ def read_hub_texts(name: str) -> list[str | list[dict[str, Any]]]:
         rows = datasets.load_dataset(found.repository, found.part, split=found.split, streaming=True)
         texts = [text for row in islice(rows, MOST_ROWS) if (text := _text_of(row))]
     except Exception as error:
-        # The library leaks the exceptions of what it reads and downloads with.
+        # The library leaks exceptions of the libraries that it reads and downloads with.
         raise InvalidParameter(
             f"calib_dataset: {name}, {found.repository} on the hub, could not be read "
             f"({type(error).__name__}: {short(str(error))}). Check the network, {instead}",

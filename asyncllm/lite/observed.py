@@ -1,4 +1,4 @@
-"""What the inputs of projections look like, gathered while a plain layer runs."""
+"""Statistics of the inputs of projections, collected while an unquantized layer runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from asyncllm.layers.linear_method import LinearMethod, Unquantized, Weighted
 __all__ = ["InputStatistics", "Observed"]
 
 MAX_ROWS = 1024
-"""Rows of activations that are kept."""
+"""Maximum number of activation rows kept."""
 
 
 @dataclass(slots=True)
 class InputStatistics:
-    """Of the K input features of a projection, or of one expert's. Written by `add` and `divide`."""
+    """Statistics of the K input features of a projection or of one expert. Written by `add` and `divide`."""
 
     count: int
-    """Rows that were seen."""
+    """Number of rows seen."""
     largest: Tensor
-    """float32 [K]: the largest magnitude."""
+    """float32 [K]: largest magnitude."""
     total: Tensor
-    """float32 [K]: the sum of magnitudes."""
+    """float32 [K]: sum of magnitudes."""
     moments: Tensor
-    """float32 [K, K]: the sum of products of two features."""
+    """float32 [K, K]: sum of the products of each two features."""
     rows: Tensor
-    """float32 [R, K]: some of the rows."""
+    """float32 [R, K]: a sample of the rows."""
 
     @classmethod
     def empty(cls, size: int, device: torch.device) -> InputStatistics:
@@ -45,11 +45,11 @@ class InputStatistics:
 
     @property
     def mean(self) -> Tensor:
-        """Mean magnitude of each feature [K]."""
+        """The mean magnitude of each feature [K]."""
         return self.total / max(1, self.count)
 
     def add(self, x: Tensor) -> None:
-        """Take in rows [T, K]."""
+        """Add rows [T, K]."""
         if not len(x):
             return
         x = x.float()
@@ -58,12 +58,12 @@ class InputStatistics:
         self.largest = torch.maximum(self.largest, magnitudes.amax(0))
         self.total += magnitudes.sum(0)
         self.moments.addmm_(x.t(), x)
-        # Every batch has as good a place among the rows as those before it.
+        # Every batch gets an equal share of the sample.
         kept = torch.cat([self.rows, x[:: max(1, len(x) // (MAX_ROWS // 4))]])
         self.rows = kept[torch.linspace(0, len(kept) - 1, min(len(kept), MAX_ROWS), device=x.device).long()]
 
     def divide(self, scales: Tensor) -> None:
-        """Do as if every row had been divided by scales [K]."""
+        """Update the statistics as if every row had been divided by scales [K]."""
         self.largest = self.largest / scales
         self.total = self.total / scales
         self.moments = self.moments / scales / scales[:, None]
@@ -71,9 +71,10 @@ class InputStatistics:
 
 
 class Observed(Unquantized):
-    """The plain product, which shows its input to `observe`: the layer, the expert if there are several, the rows."""
+    """The unquantized product, which passes its input to `observe`: the layer, the expert if there are several, the
+    rows."""
 
-    # What is one op with the product would not show it.
+    # Ops fused with the product would hide its input.
     product_exact = LinearMethod.product_exact
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv

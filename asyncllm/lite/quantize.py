@@ -1,4 +1,4 @@
-"""A checkpoint, layer by layer, to one that is quantized."""
+"""Quantize a checkpoint layer by layer."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ __all__ = ["Progress", "QuantizeReport", "input_statistics", "quantize"]
 logger = logging.getLogger("asyncllm")
 
 Progress = Callable[[int, int], None]
-"""Called with how many of so many layers are done."""
+"""Called with (finished layers, all layers)."""
 
 Inputs = dict[tuple[int, int | None], InputStatistics]
-"""By id of the layer and expert."""
+"""(id of the layer, expert) -> statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What came of it."""
+    """The result of a quantization."""
 
     destination: Path
     num_bytes: int
-    """Of all tensors."""
+    """Total size of all tensors."""
     num_tokens: int
-    """That the weights were judged by."""
+    """Number of calibration tokens."""
     comparison: Comparison | None = None
-    """With the model as it was, on texts that were kept back; None where there were none. Activations are not rounded
-    in it."""
+    """Comparison with the original model on held-out texts, or None if there were none. Activations are not rounded in
+    it."""
 
 
 def _observe(walk: Walk, layer: int, batches: Sequence[Batch]) -> Inputs:
-    """Run a layer that is filled on all batches, which stay where they are -> what its projections were given."""
+    """Run a filled layer on all batches, without changing them, and return the statistics of its projections'
+    inputs."""
     found: Inputs = {}
 
     def add(layer: Weighted, expert: int | None, x: Tensor) -> None:
@@ -93,7 +94,7 @@ def input_statistics(
         for stored in stored_weights(walk, layer):
             seen = inputs.get((id(stored.matrix.layer), stored.matrix.expert))
             if seen is not None and stored.suffix == "weight":
-                # Projections of one input have one vector, and a file holds each on its own.
+                # Projections with the same input share one vector, but a file stores each separately.
                 found[f"{stored.module}.absmax"] = seen.largest.cpu().clone()
                 found[f"{stored.module}.absmean"] = seen.mean.cpu()
         for batch in batches:
@@ -105,11 +106,11 @@ def input_statistics(
 
 
 class _Quantizer:
-    """One checkpoint on its way through the layers."""
+    """One checkpoint that is being quantized."""
 
     def __init__(self, walk: Walk, recipe: Recipe, sequences: Sequence[Sequence[int]], tokens_at_once: int) -> None:
         self._walk, self._recipe = walk, recipe
-        # Every tenth sequence is kept back, to see what is lost.
+        # Every tenth sequence is held out, to measure the loss of quality.
         kept_back = sequences[9::10]
         chosen = [each for number, each in enumerate(sequences) if number % 10 != 9]
         self.num_tokens = sum(map(len, chosen))
@@ -120,7 +121,7 @@ class _Quantizer:
         self.quantized: list[str] = []
         self._entries = walk.checkpoint.tensors
         head = walk.model.head_name
-        # In memory there is a head of a tied model too, and within a larger model's file it has a longer name.
+        # In memory a tied model has a head too, and within a larger model's file the head has a longer name.
         heads = dict.fromkeys([head, *(name for name in self._entries if name.endswith(head))])
         self.plain += [name.removesuffix(".weight") for name in heads]
         self.plain += tower_modules(walk)
@@ -138,17 +139,17 @@ class _Quantizer:
         for layer in range(done, count):
             names = {"plain": self.plain, "quantized": self.quantized}
             try:
-                # The names and hidden states are those behind the layer's last tensor.
+                # The names and hidden states are those after the layer's last tensor.
                 kept.finish(layer, self._layer(layer), (batch.hidden for batch in batches), names)
             except AsyncLLMError:
-                # It would be the same again.
+                # It would give the same result again.
                 kept.discard()
                 raise
             if progress is not None:
                 progress(layer + 1, count)
 
     def tensors(self, kept: Unfinished) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the new checkpoint, whose layers are finished."""
+        """Yield the tensors of the new checkpoint, once all layers are finished."""
         count = len(self._walk.layers)
         inner = {name for layer in range(count) for name in self._walk.names(layer)}
         yield from self._walk.checkpoint.read([name for name in self._entries if name not in inner])
@@ -156,12 +157,12 @@ class _Quantizer:
             yield from kept.tensors(layer)
 
     def comparison(self) -> Comparison | None:
-        """Return how the model that was written differs on the texts that were kept back."""
+        """Return how the quantized model differs from the original on the held-out texts."""
         return self._walk.compare(self._before, self._after) if self._before else None
 
     def _layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Quantize one layer and yield its tensors, by their names in the file. The batches' hidden states go on from
-        what the quantized layer computes."""
+        """Quantize one layer and yield its tensors by their names in the file. The batches' hidden states become the
+        quantized layer's output."""
         walk, part = self._walk, f"layers.{layer}"
         block = walk.fill(part)
         for batch in self._before:
@@ -191,7 +192,7 @@ class _Quantizer:
         walk.empty(part)
 
     def _move(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
-        """Move scales, group by group, so that the layer computes what it did."""
+        """Move scales, group by group, so that the layer's output stays the same."""
         walk = self._walk
         first = self._batches[0] if self._batches else None
         before = None if first is None else walk.run(layer, first)
@@ -208,7 +209,7 @@ class _Quantizer:
                 continue
             moved = True
             if len(rounded) < len(group.readers):
-                # Powers of two change no bit of what is not rounded anew.
+                # Powers of two change no bit of a weight that is not rounded again.
                 scales = scales.log2().round().exp2()
             taken = group.at_inputs(masters.move(group, scales, self._type_of(group)))
             for reader in group.readers:
@@ -227,7 +228,7 @@ class _Quantizer:
             )
 
     def _type_of(self, group: Group) -> torch.dtype:
-        """Return the type in which the file has what makes the group's features."""
+        """Return the dtype in the file of the module that produces the group's features."""
         plan = self._walk.plan
         maker = group.maker if isinstance(group.maker, Norm) else group.maker.matrix.layer
         name = next(name for name in plan.targets if plan.owner(name) is maker)
@@ -235,7 +236,7 @@ class _Quantizer:
 
 
 def _check_kinds(walk: Walk) -> None:
-    """Raise UnsupportedModel for layers that are not known here."""
+    """Raise UnsupportedModel for unknown kinds of layers."""
     folder = walk.checkpoint.folder
     for layer, block in enumerate(walk.layers):
         for module in block.modules():
@@ -255,7 +256,7 @@ def _check_kinds(walk: Walk) -> None:
 
 
 def _check_tensors(walk: Walk, recipe: Recipe) -> None:
-    """Refuse, by the headers alone, what the files cannot hold. Raises InvalidCheckpoint and UnsupportedModel."""
+    """Refuse tensors that the files cannot store, by their headers. Raises InvalidCheckpoint and UnsupportedModel."""
     folder = walk.checkpoint.folder
     for layer, block in enumerate(walk.layers):
         plain = {id(each) for each in plain_layers(block)}
@@ -288,14 +289,14 @@ def quantize(
     device: torch.device,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Write the checkpoint of `folder`, quantized by `recipe` and judged by token sequences, to `destination`.
+    """Quantize the checkpoint in `folder` with `recipe`, calibrated on token sequences, and write it to `destination`.
 
-    The model runs layer by layer: at a time one layer is in the device's memory, twice in float32, and the hidden
-    states of all sequences in the host's. The folder appears whole or not at all; a run that was ended goes on behind
-    its last finished layer if all of this is as it was.
+    The model runs layer by layer: the device's memory holds one layer at a time, twice in float32, and the host's
+    memory the hidden states of all sequences. The folder appears complete or not at all. An interrupted run resumes
+    after its last finished layer if all inputs are the same.
 
-    Raises InvalidCheckpoint, UnsupportedModel and InvalidParameter for what cannot be quantized so, ModelError where
-    the folder cannot be written.
+    Raises InvalidCheckpoint, UnsupportedModel and InvalidParameter for checkpoints that cannot be quantized in this
+    way, ModelError if the folder cannot be written.
     """
     walk = Walk(folder, dtype, device)
     _check_kinds(walk)
@@ -319,7 +320,8 @@ def quantize(
 
 
 def _fingerprint(checkpoint: Checkpoint, *how: object) -> str:
-    """Return a digest of what decides the outcome: the files, by their headers, sizes and times, and `how`."""
+    """Return a digest of everything that determines the result: the headers, sizes and times of the files, and
+    `how`."""
     files = sorted({each.file for each in checkpoint.tensors.values()} | {checkpoint.folder / "config.json"})
     stats = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     described = [version("asyncllm"), torch.__version__, stats, list(checkpoint.tensors.values()), how]
@@ -327,7 +329,7 @@ def _fingerprint(checkpoint: Checkpoint, *how: object) -> str:
 
 
 def _within_block(module: str) -> str:
-    """Return the name of a module behind the number of its layer."""
+    """Return the part of a module's name after the number of its layer."""
     segments = module.split(".")
     number = next(place for place, segment in enumerate(segments) if segment.isdecimal())
     return ".".join(segments[number + 1 :])

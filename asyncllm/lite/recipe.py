@@ -1,4 +1,4 @@
-"""What a tool does to a layer: scales that move, the rounding of a weight, and what the files say of it."""
+"""Recipe: how a tool changes a layer, by moving scales and rounding weights, and how it describes the files."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["Recipe", "Rounded"]
 
 
 class Rounded(NamedTuple):
-    """A weight [N, K] of the checkpoint behind its rounding."""
+    """A weight [N, K] of the checkpoint after rounding."""
 
     tensors: dict[str, Tensor]
-    """What the file has in its place, by suffix."""
+    """Suffix -> tensor that the file stores in its place."""
     values: Tensor
-    """float32 [N, K]: what they say."""
+    """float32 [N, K]: the values that these tensors represent."""
 
 
 class Recipe(ABC):
     """One way to quantize."""
 
     reads_inputs: bool = True
-    """Whether it is of use to run the model on texts."""
+    """Whether the recipe uses statistics of the inputs, for which the model runs on texts."""
 
     @abstractmethod
     def check(self, n: int, k: int) -> None:
-        """Raise InvalidParameter or InvalidCheckpoint for a weight [n, k] that the file cannot hold."""
+        """Raise InvalidParameter or InvalidCheckpoint for a weight [n, k] that the file cannot store."""
 
     def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
-        """Return what the group's features are to be divided by [C]; None for nothing."""
+        """Return the scales [C] to divide the group's features by, or None for no scales."""
         return None
 
     @abstractmethod
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
-        """Round a weight float32 [N, K]; `inputs` None where there were none."""
+        """Round a weight float32 [N, K]. `inputs`: None if there are no statistics."""
 
     @abstractmethod
     def settings(self, plain: Sequence[str], quantized: Sequence[str]) -> dict[str, Any]:
-        """Return the quantization_config. `plain` and `quantized`: names of modules, the latter within a block."""
+        """Return the quantization_config. `plain` and `quantized`: names of modules, the latter relative to a block."""

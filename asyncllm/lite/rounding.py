@@ -1,4 +1,4 @@
-"""From weights to codes of few bits, with a scale and a zero point for each group of input features."""
+"""Round weights to low-bit codes, with a scale and a zero point for each group of input features."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from asyncllm.quant.packed import Decoded
 __all__ = ["SHRINKS", "Grid"]
 
 SHRINKS = tuple(1 - step / 40 for step in range(21))
-"""Parts of the range of a group that are tried."""
+"""Fractions of a group's range to try."""
 
 _ROWS_AT_ONCE = 2**26
-"""Most numbers of a weight that ranges are tried for at a time."""
+"""Maximum number of elements for which ranges are tried at a time."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Codes of `bits` bits. (code - zero) * scale of a group of `group_size` neighbours, -1 for all input features."""
+    """Codes of `bits` bits that stand for (code - zero) * scale, in groups of `group_size` adjacent input features, or
+    in one group for -1."""
 
     bits: int
     group_size: int
     symmetric: bool
     dtype: torch.dtype = torch.float16
-    """Of the scales as they are stored."""
+    """dtype of the stored scales."""
     least_zero: int = 0
-    """The smallest zero point that the file can hold."""
+    """The smallest zero point that the file can store."""
 
     @property
     def top(self) -> int:
-        """Largest code."""
+        """The largest code."""
         return (1 << self.bits) - 1
 
     def width(self, columns: int) -> int:
-        """Return the input features of a group. Raises InvalidParameter where they do not come out even."""
+        """Return the number of input features in a group. Raises InvalidParameter unless it divides `columns`."""
         if self.group_size == -1:
             return columns
         if columns % self.group_size:
@@ -49,7 +50,7 @@ class Grid:
         return self.group_size
 
     def place(self, groups: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the stored scales and zero points [..., 1] float32 of groups [..., g] float32, the range of each group
+        """Return the stored scales and zero points [..., 1] float32 of groups [..., g] float32, with each group's range
         multiplied by `shrink` [..., 1]."""
         if self.symmetric:
             scales = groups.abs().amax(-1, keepdim=True) * shrink / (self.top / 2)
@@ -58,7 +59,7 @@ class Grid:
             low = groups.amin(-1, keepdim=True).clamp(max=0) * shrink
             high = groups.amax(-1, keepdim=True).clamp(min=0) * shrink
             scales, zeros = (high - low) / self.top, low
-        # The smallest of a type are few, and far apart.
+        # The smallest values of a dtype are sparse.
         scales = scales.clamp(min=1e-5 if self.dtype == torch.float16 else 1e-12).to(self.dtype).float()
         if not self.symmetric:
             zeros = (-zeros / scales).round().clamp(self.least_zero, self.top)
@@ -69,19 +70,19 @@ class Grid:
         return (groups / scales).round_().add_(zeros).clamp_(0, self.top)
 
     def round(self, groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Return the nearest values."""
+        """Return the nearest representable values."""
         return self.codes(groups, scales, zeros).sub_(zeros).mul_(scales)
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """Return a weight [N, K] rounded to nearest, each group by its whole range."""
+        """Return a weight [N, K] rounded to nearest, with each group's full range."""
         groups = weight.view(len(weight), -1, self.width(weight.shape[1]))
         return self.round(groups, *self.place(groups)).view_as(weight)
 
     def fit(self, weight: Tensor, moments: Tensor | None, *, search: bool) -> tuple[Tensor, Tensor]:
-        """weight [N, K] -> scales and zero points [N, G, 1] float32.
+        """Return the scales and zero points [N, G, 1] float32 for weight [N, K].
 
-        With `search` a group has the one of `SHRINKS` whose error in the product with the inputs is the least, by their
-        second moments [K, K], or without those the least in the weight.
+        With `search`, each group gets the one of `SHRINKS` with the smallest error of the product with the inputs,
+        computed from their second moments [K, K], or without these the smallest error of the weight.
         """
         size = self.width(weight.shape[1])
         if not search:
@@ -98,9 +99,9 @@ class Grid:
         return torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found])
 
     def _search(self, groups: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the scales and zero points with which rounding groups [N, G, size] changes products least.
+        """Return the scales and zero points for which rounding groups [N, G, size] changes products least.
 
-        `moments`: second moments of the inputs by group [G, size, size]; None: the error of the weights counts.
+        `moments`: second moments of the inputs by group [G, size, size]; None: minimize the error of the weights.
         """
         best = scales = zeros = None
         for shrink in SHRINKS:
@@ -119,7 +120,8 @@ class Grid:
         return scales, zeros
 
     def decoded(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Decoded, Tensor]:
-        """codes [N, K] with scales and zero points [N, G, 1], all float32 -> what a file holds, and the weight."""
+        """codes [N, K] with scales and zero points [N, G, 1], all float32 -> the file's contents, and the weight's
+        values."""
         n, k = codes.shape
         weight = ((codes.view(n, scales.shape[1], -1) - zeros) * scales).view(n, k)
         stored = scales[..., 0].t().to(self.dtype), zeros[..., 0].t().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The scales that a group of features is divided by before it is rounded: which of many lets products err the least."""
+"""Search for the scales to divide a group of features by before rounding: those with the smallest error of products."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from asyncllm.lite.smoothing import Group
 __all__ = ["Reader", "activation_aware", "least", "product_error", "scaled_error", "smoothing"]
 
 _LEAST = 1e-4
-"""Of a scale."""
+"""Minimum value of a scale."""
 
 
 class Reader(NamedTuple):
-    """A matrix of a group that is going to be rounded."""
+    """A matrix of a group that is about to be rounded."""
 
     weight: Tensor
     """float32 [N, K]"""
@@ -28,11 +28,11 @@ class Reader(NamedTuple):
 
 
 Error = Callable[[Reader, Tensor], Tensor]
-"""What comes of a reader if its inputs are divided by scales [K], and it is multiplied, before both are rounded."""
+"""(reader, scales [K]) -> error after its inputs are divided and its weight multiplied by scales, and both rounded."""
 
 
 def least(group: Group, readers: Sequence[Reader], candidates: Iterable[Tensor], error: Error) -> Tensor | None:
-    """Return the scales [C] with which the readers' errors add up to the least; None where that is without scales."""
+    """Return the scales [C] with the smallest total error of the readers, or None if no scales are better."""
     best, chosen = _total(group, readers, None, error), None
     for scales in candidates:
         found = _total(group, readers, scales, error)
@@ -48,7 +48,7 @@ def _total(group: Group, readers: Sequence[Reader], scales: Tensor | None, error
 
 
 def product_error(grid: Grid) -> Error:
-    """Return the squared error of all products of the inputs with a weight that is rounded to nearest."""
+    """Return the squared error of all products of the inputs with a weight rounded to nearest."""
 
     def error(reader: Reader, scales: Tensor) -> Tensor:
         difference = grid.nearest(reader.weight * scales) / scales - reader.weight
@@ -58,7 +58,7 @@ def product_error(grid: Grid) -> Error:
 
 
 def scaled_error(dtype: torch.dtype) -> Error:
-    """Return the squared error of products of some inputs, where these and the weight are rounded to 8 bits, with a
+    """Return the squared error of products of sampled inputs, if these and the weight are rounded to 8 bits, with one
     scale for each token and each output feature."""
 
     def error(reader: Reader, scales: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def scaled_error(dtype: torch.dtype) -> Error:
 
 
 def activation_aware(group: Group, readers: Sequence[Reader], grid: Grid, *, search: bool) -> list[Tensor]:
-    """Return candidates of AWQ (https://arxiv.org/abs/2306.00978): the larger an input and the smaller its weights
-    among those of their groups, the larger the scale."""
+    """Return AWQ's candidates (https://arxiv.org/abs/2306.00978): a scale grows with the input, and shrinks with the
+    magnitude of its weights relative to their groups."""
     count = sum(reader.inputs.count for reader in readers)
     total = torch.stack([reader.inputs.total for reader in readers]).sum(0)
     inputs = group.of_features(total / max(1, count)).clamp(min=_LEAST)
@@ -86,7 +86,7 @@ def activation_aware(group: Group, readers: Sequence[Reader], grid: Grid, *, sea
 
 
 def smoothing(group: Group, readers: Sequence[Reader], *, search: bool) -> list[Tensor]:
-    """Return candidates of SmoothQuant (https://arxiv.org/abs/2211.10438): what is large in the inputs is shared with
+    """Return SmoothQuant's candidates (https://arxiv.org/abs/2211.10438), which shift part of the inputs' magnitude to
     the weights."""
     largest = torch.stack([reader.inputs.largest for reader in readers]).amax(0)
     inputs = group.of_features(largest).clamp(min=_LEAST)
@@ -97,7 +97,7 @@ def smoothing(group: Group, readers: Sequence[Reader], *, search: bool) -> list[
 
 
 def _shares(weight: Tensor, grid: Grid) -> Tensor:
-    """Return each weight as a part of the largest in its group [N, K]."""
+    """Return each weight relative to the largest of its group [N, K]."""
     parts = weight.abs().view(len(weight), -1, grid.width(weight.shape[1]))
     return (parts / parts.amax(-1, keepdim=True).clamp(min=1e-12)).view_as(weight)
 

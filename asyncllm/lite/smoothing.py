@@ -1,6 +1,6 @@
-"""Which scales of a layer can move from the inputs of its projections to what they come from, and the moving.
+"""Find the scales of a layer that can move from a projection's inputs to the module that produces them, and move them.
 
-The pairs follow from the kinds of blocks, attention and MLPs, and hold for every family that is made of them.
+The pairs follow from the kinds of blocks, attention and MLPs, and hold for every family that is built from them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 
 
 class Matrix(NamedTuple):
-    """The weight of a layer, or of one of its experts."""
+    """The weight of a layer or of one of its experts."""
 
     layer: Weighted
     expert: int | None = None
 
 
 class Rows(NamedTuple):
-    """Output features of a matrix that are nothing but the inputs of others."""
+    """Output features of a matrix that serve only as inputs of others."""
 
     matrix: Matrix
     rows: Tensor
@@ -40,16 +40,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """C features that can be divided by scales where they are made, and multiplied where they are read."""
+    """C features that can be divided by scales where they are produced and multiplied where they are read."""
 
     maker: Norm | Rows
     readers: tuple[Matrix, ...]
     spread: Tensor | None = None
-    """int64 [K]: the feature at each input of the readers; None: they are the same."""
+    """int64 [K]: the feature at each input of the readers; None: input i is feature i."""
 
     @property
     def size(self) -> int:
-        """C"""
+        """The number of features, C."""
         return self.maker.weight.shape[-1] if isinstance(self.maker, Norm) else len(self.maker.rows)
 
     def at_inputs(self, scales: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Group:
 
 
 class Masters:
-    """The weights of a layer in float32, which are changed, and written back to it."""
+    """Float32 copies of a layer's weights, which are changed and written back."""
 
     def __init__(self, block: nn.Module) -> None:
         self._layers = [each for each in block.modules() if isinstance(each, Weighted)]
@@ -75,27 +75,27 @@ class Masters:
             id(layer): layer.bias.detach().float().clone() for layer in self._layers if layer.bias is not None
         }
         self.changed: set[int] = set()
-        """Ids of the modules that are no longer what the checkpoint has."""
+        """Ids of the modules that differ from the checkpoint."""
 
     def weight(self, matrix: Matrix) -> Tensor:
-        """Return the master itself, [N, K]."""
+        """Return the float32 copy itself, [N, K]."""
         return _of(self._weights[id(matrix.layer)], matrix.expert)
 
     def bias(self, matrix: Matrix) -> Tensor | None:
-        """Return the master itself, [N]; None without a bias."""
+        """Return the float32 copy itself, [N], or None without a bias."""
         bias = self._biases.get(id(matrix.layer))
         return None if bias is None else _of(bias, matrix.expert)
 
     def write_back(self) -> None:
-        """Give the layers their masters."""
+        """Copy the float32 weights back to the layers."""
         for layer in self._layers:
             layer.weight.copy_(self._weights[id(layer)])
             if layer.bias is not None:
                 layer.bias.copy_(self._biases[id(layer)])
 
     def move(self, group: Group, scales: Tensor, stored: torch.dtype) -> Tensor:
-        """Divide where the group's features are made and multiply where they are read, by scales [C], and return those
-        that were taken: a norm is rounded to the type `stored` that the file has, and the readers make up for it."""
+        """Divide the group's features by scales [C] where they are produced, multiply where they are read, and return
+        the scales used. A norm is rounded to the file's dtype `stored`, and the readers compensate for that."""
         if isinstance(group.maker, Norm):
             scales = _divide_norm(group.maker, scales, stored)
             self.changed.add(id(group.maker))
@@ -124,7 +124,7 @@ def _divide_norm(norm: Norm, scales: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def plain_layers(block: AnyBlock) -> list[Weighted]:
-    """Return the layers with a weight that stay as they are: what chooses and weighs experts."""
+    """Return the layers with a weight that stay unquantized: those that select and weight experts."""
     found: list[Weighted] = []
     for module in block.modules():
         if isinstance(module, MoE):
@@ -152,7 +152,7 @@ def groups(block: AnyBlock) -> Iterator[Group]:
 
 
 def _behind(norm: Norm, readers: tuple[Matrix, ...]) -> Iterator[Group]:
-    """Yield what a norm makes, unless it has no weight to be divided."""
+    """Yield the features that a norm produces, unless it has no weight to divide."""
     if next(norm.parameters(), None) is not None:
         yield Group(norm, readers)
 
@@ -192,7 +192,7 @@ def _within_attention(attention: nn.Module) -> Iterator[Group]:
 
 
 def _within_mlp(mlp: nn.Module) -> Iterator[Group]:
-    """Yield what the gate multiplies, which is linear; a plain MLP has its activation in between."""
+    """Yield the features that the gate multiplies, which is linear. A plain MLP has its activation in between."""
     if not isinstance(mlp, GatedMLP | MoE):
         return
     up = mlp.gate_up.rows["up"]

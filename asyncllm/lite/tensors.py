@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that fill one layer of the model, and the way back to them."""
+"""Map the tensors of a checkpoint to the weights of one layer of the model, and back."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["Stored", "restored", "stored_weights"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight or bias of the checkpoint, which is some rows of a matrix of the model."""
+    """A weight or bias of the checkpoint, which corresponds to some rows of a matrix of the model."""
 
     name: str
     matrix: Matrix
     rows: Tensor
-    """int64 [N]: the rows, in the order of the checkpoint."""
+    """int64 [N]: the rows, in the checkpoint's order."""
     suffix: str
     transposed: bool
 
     @property
     def module(self) -> str:
-        """The checkpoint's name of the module."""
+        """The module's name in the checkpoint."""
         return self.name.removesuffix(f".{self.suffix}")
 
 
 class _Rows(Unquantized):
-    """Takes note of which row comes where, in the place of loading it."""
+    """Records where each row goes rather than loading it."""
 
     def __init__(self) -> None:
         self.expert: int | None = None
@@ -48,7 +48,7 @@ class _Rows(Unquantized):
 
 
 def stored_weights(walk: Walk, layer: int) -> Iterator[Stored]:
-    """Yield the weights and biases among the checkpoint's tensors of a layer that is filled."""
+    """Yield the weights and biases among the checkpoint's tensors of a filled layer."""
     plan = walk.plan
     for name in walk.names(layer):
         target, owner = plan.targets[name], plan.owner(name)
@@ -58,7 +58,7 @@ def stored_weights(walk: Walk, layer: int) -> Iterator[Stored]:
         owner.method = recorder
         suffix = target.keys[0][0]
         numbers = torch.arange(walk.checkpoint.tensors[name].shape[-1 if target.transposed else 0])
-        # As a weight of one input feature, which the plan splits and the layer sorts like any other.
+        # Treated as a weight with one input feature, which the plan splits and the layer sorts like any other.
         shaped = numbers if suffix != "weight" else numbers[None] if target.transposed else numbers[:, None]
         plan.copy(name, shaped)
         owner.method = method
@@ -69,7 +69,7 @@ def stored_weights(walk: Walk, layer: int) -> Iterator[Stored]:
 
 
 def restored(plan: LoadPlan, name: str, stored: Stored | None, masters: Masters, dtype: str) -> Tensor | None:
-    """Return tensor `name` with the changes that its module has seen, as the checkpoint has it; None without any."""
+    """Return tensor `name` in the checkpoint's form with the changes made to its module, or None if there are none."""
     owner = plan.owner(name)
     if id(owner) not in masters.changed:
         return None

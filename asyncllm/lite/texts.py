@@ -1,4 +1,4 @@
-"""The texts that a model runs on to see what its inputs look like, as token sequences."""
+"""Calibration texts, as token sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("asyncllm")
 BUNDLED = ASSETS / "calibration.jsonl"
 
 FEW_TOKENS = 32_000
-"""Below this number what the texts say of the inputs is doubted."""
+"""Warn below this number of calibration tokens."""
 
 Text = str | Sequence[dict[str, Any]] | Sequence[int]
 """A text, the messages of a conversation, or token ids."""
@@ -31,11 +31,11 @@ Texts = Sequence[Text]
 
 
 def read_texts(source: str | Path | None) -> list[Text]:
-    """Return the texts of a file, those that are bundled for None, or those of one of `HUB_DATASETS`.
+    """Return the texts of a file, the bundled texts for None, or those of one of `HUB_DATASETS`.
 
-    A .txt file has empty lines between its texts; a line of a .jsonl file is a text, or an object with "text" or
-    "messages". A file of the name goes before the hub. Raises InvalidParameter for anything else, and where the hub
-    cannot be reached.
+    A .txt file separates its texts by empty lines. A line of a .jsonl file is a text, or an object with "text" or
+    "messages". An existing file takes precedence over a data set with its name. Raises InvalidParameter for anything
+    else, and if the hub cannot be reached.
     """
     if source is not None and not Path(source).is_file():
         if str(source) in HUB_DATASETS:
@@ -77,11 +77,11 @@ def _lines(content: str, file: Path) -> Iterator[Text]:
 
 
 def sequences(folder: Path, texts: Texts, *, samples: int, length: int) -> list[list[int]]:
-    """Return the texts as token ids, in a random order that is always the same, up to samples * length tokens; what is
-    longer than `length` is cut into pieces.
+    """Return the texts as token ids in a fixed random order, up to samples * length tokens. Texts longer than `length`
+    are split.
 
-    Conversations are written by the checkpoint's template. Raises InvalidParameter for texts that cannot be read, for
-    ids that the model does not have, and for texts without tokens.
+    Conversations are rendered with the checkpoint's template. Raises InvalidParameter for texts that cannot be read,
+    for ids outside the vocabulary, and if no text has any tokens.
     """
     encoder = _Encoder(folder)
     found: list[list[int]] = []
@@ -104,7 +104,7 @@ def sequences(folder: Path, texts: Texts, *, samples: int, length: int) -> list[
 
 
 class _Encoder:
-    """The tokenizer and the chat template of a checkpoint, the latter opened for the first conversation."""
+    """The tokenizer and the chat template of a checkpoint. The template is loaded for the first conversation."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class _Encoder:
         self._template: ChatTemplate | None = None
 
     def encode(self, text: Text, number: int) -> list[int]:
-        """Return the token ids of a text, the `number`th, counted from 0. Raises InvalidParameter, which says which."""
+        """Return the token ids of text `number`, counted from 0. Raises InvalidParameter, which names the text."""
         try:
             return self._ids(text)
         except AsyncLLMError as error:

@@ -1,4 +1,4 @@
-"""The tools by name: each checks its settings, finds model and texts, and quantizes by its recipe."""
+"""The tools by name. Each checks its settings, locates model and texts, and quantizes with its recipe."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def auto_awq(
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
-    """Write a checkpoint of 4 bits by AWQ: inputs that are large are made smaller, and their weights larger, before
-    these are rounded.
+    """Write a 4-bit checkpoint with AWQ, which scales large inputs down and their weights up before it rounds the
+    weights.
 
     Args:
-        model: name, folder or hub id of a checkpoint with plain weights.
+        model: name, folder or hub id of an unquantized checkpoint.
         work_dir: folder to write.
-        texts: texts, conversations or lists of token ids to judge by, in the place of `calib_dataset`.
-        progress: called with how many of so many layers are done.
+        texts: calibration texts, conversations or lists of token ids, in place of `calib_dataset`.
+        progress: called with (finished layers, all layers).
         options: fields of `LiteConfig`, as on the command line.
 
-    Raises InvalidParameter, UnsupportedFeature, ModelError and its kinds.
+    Raises InvalidParameter, UnsupportedFeature, and ModelError with its subclasses.
     """
     job = _Job.open("auto_awq", model, work_dir, options)
     config = job.config
@@ -71,8 +71,8 @@ def auto_gptq(
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
-    """Write a checkpoint of 2, 4 or 8 bits by GPTQ: weights that are rounded later make up for those before. As
-    `auto_awq`, but that without `search_scale` no scale is moved."""
+    """Write a checkpoint of 2, 4 or 8 bits with GPTQ, which adjusts weights for the errors of those already rounded.
+    See `auto_awq`; scales are moved only with `search_scale`."""
     job = _Job.open("auto_gptq", model, work_dir, options)
     config = job.config
     if config.w_bits not in ((4, 8) if job.compressed else (2, 4, 8)):
@@ -90,7 +90,7 @@ def smooth_quant(
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
-    """Write a checkpoint of weights and activations in int8 or fp8 by SmoothQuant. As `auto_awq`."""
+    """Write a checkpoint with weights and activations in int8 or fp8, with SmoothQuant. See `auto_awq`."""
     job = _Job.open("smooth_quant", model, work_dir, options)
     config = job.config
     recipe = SmoothQuant(
@@ -106,8 +106,8 @@ def smooth_quant(
 def blocked_fp8(
     model: Model, work_dir: str = LiteConfig().work_dir, *, progress: Progress | None = None, **options: Any
 ) -> QuantizeReport:
-    """Write a checkpoint in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 has them. As `auto_awq`, but
-    no text decides anything."""
+    """Write an fp8 checkpoint with one scale for each block of 128 x 128, as DeepSeek-V3 has. See `auto_awq`; no texts
+    are used."""
     return _Job.open("blocked_fp8", model, work_dir, options).quantize(BlockedFP8(), None, progress)
 
 
@@ -119,10 +119,10 @@ def calibrate(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Write what the inputs of all projections look like to `inputs_stats.safetensors`, and return the file.
+    """Write statistics of the inputs of all projections to `inputs_stats.safetensors`, and return the file.
 
-    NAME.absmax and NAME.absmean are float32 [K], NAME a module of the checkpoint and K its input features. As
-    `auto_awq`.
+    NAME.absmax and NAME.absmean are float32 [K], where NAME is a module of the checkpoint and K its number of input
+    features. See `auto_awq`.
     """
     job = _Job.open("calibrate", model, work_dir, options)
     chosen = job.sequences(texts)
@@ -148,13 +148,13 @@ TOOLS: Mapping[str, Callable[..., QuantizeReport | Path]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What one call of a tool works on. All that can be refused by its settings is, before any weight is read."""
+    """The inputs of one call of a tool. Invalid settings are refused before any weight is read."""
 
     config: LiteConfig
     folder: Path
     destination: Path
     stored: str
-    """The type of the checkpoint."""
+    """The checkpoint's dtype."""
     max_position: int
     device: torch.device
 
@@ -178,12 +178,12 @@ class _Job:
 
     @property
     def compressed(self) -> bool:
-        """Whether files are those of compressed-tensors."""
+        """Whether to write files of compressed-tensors."""
         return self.config.checkpoint_format == "compressed-tensors"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of activations."""
+        """The dtype of activations."""
         auto = "float32" if self.device.type == "cpu" else self.stored
         return _DTYPES[auto if self.config.dtype == "auto" else self.config.dtype]
 
@@ -192,13 +192,13 @@ class _Job:
         return self.config.batch_size * self.config.calib_seqlen
 
     def few_bits(self, files: str) -> dict[str, Any]:
-        """Return the fields of `FewBits` that both tools have."""
+        """Return the fields of `FewBits` that both tools share."""
         config, size = self.config, self.config.w_group_size
         if size != -1 and (size <= 0 or size % 32):
             raise InvalidParameter(f"w_group_size = {size} is no multiple of 32, and not -1.", "w_group_size")
-        # compressed-tensors has scales of the model's type.
+        # compressed-tensors has scales of the model's dtype.
         dtype = _DTYPES[self.stored] if self.compressed else torch.float16
-        # The first format of GPTQ stores zero points less one.
+        # The first format of GPTQ stores zero points minus one.
         least_zero = 1 if files == "gptq" and not self.compressed else 0
         return {
             "grid": Grid(config.w_bits, size, config.w_sym, dtype, least_zero),
@@ -210,7 +210,7 @@ class _Job:
         }
 
     def sequences(self, texts: Texts | None) -> list[list[int]]:
-        """Return the texts to judge by, none where calib_samples is 0."""
+        """Return the calibration texts; none if calib_samples is 0."""
         config = self.config
         if not config.calib_samples:
             return []

@@ -1,4 +1,4 @@
-"""What a vision-language model has besides its decoder, which stays as it is."""
+"""The parts of a vision-language model other than its decoder, which stay unquantized."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["copy_tower_files", "tower_modules"]
 
 
 def tower_modules(walk: Walk) -> list[str]:
-    """Return the names of the tower and the projector, and those of all modules in them; none of a model without.
+    """Return the names of the tower and the projector and of all modules in them; none for a model without them.
 
-    Readers differ in what they look for: a part of a name, its beginning in memory, where "model." may come first, or
-    the whole of it. Raises UnsupportedModel where a name would be the decoder's as well, or images' tokens have weights
-    in the decoder, which texts do not show.
+    Readers compare names differently: a part of the name, its beginning in memory, perhaps with "model." first, or the
+    whole name. Raises UnsupportedModel if a name would also match the decoder's, or if image tokens have weights in the
+    decoder, for which texts give no statistics.
     """
     vision = walk.model.config.vision
     if vision is not None and vision.image_rows is not None:
@@ -42,7 +42,7 @@ def tower_modules(walk: Walk) -> list[str]:
 
 
 def copy_tower_files(source: Path, folder: Path) -> None:
-    """Copy the configuration of a tower that has a folder of its own within the checkpoint's, as Yi-VL's has."""
+    """Copy the configuration of a tower that has a folder of its own inside the checkpoint's, as Yi-VL's does."""
     name = json.loads((source / "config.json").read_text(encoding="utf-8")).get("mm_vision_tower")
     inner = (source.resolve() / name).resolve() if isinstance(name, str) else source.resolve()
     if source.resolve() not in inner.parents or not inner.is_dir():
@@ -53,6 +53,6 @@ def copy_tower_files(source: Path, folder: Path) -> None:
 
 
 def _part_of(name: str) -> str:
-    """Return the name in memory of the part of a model that tensor `name` is in."""
+    """Return the name in memory of the model's part that contains tensor `name`."""
     first, _, rest = name.removeprefix("model.").partition(".")
     return f"model.{first}" if rest else first

@@ -1,4 +1,4 @@
-"""The layers of a checkpoint that are quantized already, so that a run that was ended goes on behind them."""
+"""Store the layers of a checkpoint that are already quantized, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FINGERPRINT, _STATE = "fingerprint", "state.safetensors"
 
 
 class Unfinished:
-    """A folder with the tensors of each finished layer, and with what the next one needs. Written by its one holder."""
+    """A folder with the tensors of each finished layer and the inputs of the next one. Written by one holder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,9 +35,10 @@ class Unfinished:
     def finish(
         self, layer: int, tensors: Iterable[tuple[str, Tensor]], hidden: Iterable[Tensor], names: Mapping[str, object]
     ) -> None:
-        """Keep the tensors of a layer, then the hidden states behind it with `names`, which JSON can hold.
+        """Store the tensors of a layer, then the hidden states after it, with `names`, which must be valid JSON.
 
-        `hidden` is read behind the last of the tensors. A process that is killed in between has not finished the layer.
+        `hidden` is called after the last of the tensors. If the process is killed in between, the layer is not
+        finished.
         """
         folder = self._layer(layer)
         shutil.rmtree(folder, ignore_errors=True)
@@ -49,13 +50,13 @@ class Unfinished:
         partial.replace(self.folder / _STATE)
 
     def state(self) -> tuple[int, Sequence[Tensor], Mapping[str, list[str]]]:
-        """Return how many layers are finished, and the hidden states and names behind the last of them."""
+        """Return the number of finished layers, and the hidden states and names after the last of them."""
         file = self.folder / _STATE
         if not file.exists():
             return 0, [], {}
         with safe_open(file, framework="pt") as opened:
             described = opened.metadata()
-            # The file is replaced while they are in use.
+            # The file is replaced while the tensors are in use.
             hidden = [opened.get_tensor(str(number)).clone() for number in range(len(opened.keys()))]
         return int(described["layers"]), hidden, json.loads(described["names"])
 
@@ -64,7 +65,7 @@ class Unfinished:
         yield from Checkpoint.open(self._layer(layer)).read()
 
     def discard(self) -> None:
-        """Remove all of it."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _layer(self, layer: int) -> Path:
@@ -73,10 +74,11 @@ class Unfinished:
 
 @contextmanager
 def unfinished(destination: Path, fingerprint: str) -> Iterator[Unfinished]:
-    """Yield what an earlier run of the same `fingerprint` left for `destination`, in a hidden folder beside it.
+    """Yield the state that an earlier run with the same `fingerprint` left for `destination`, in a hidden folder beside
+    it.
 
-    The folder is removed where the block ends without an error; else it stays once a layer is finished. Raises
-    ModelError where it cannot be written, and where another process is at it.
+    The folder is removed if the block ends without an error; otherwise it stays once a layer is finished. Raises
+    ModelError if it cannot be written, or if another process is using it.
     """
     folder = destination.with_name(f".{destination.name}.unfinished")
     try:
@@ -110,7 +112,7 @@ def unfinished(destination: Path, fingerprint: str) -> Iterator[Unfinished]:
 
 
 def _begin(folder: Path, fingerprint: str) -> None:
-    """Empty the folder unless it is of this fingerprint."""
+    """Empty the folder unless it has this fingerprint."""
     file = folder / _FINGERPRINT
     if file.exists() and file.read_text(encoding="utf-8") == fingerprint:
         return

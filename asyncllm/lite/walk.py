@@ -1,4 +1,4 @@
-"""A model that runs layer by layer: one of them at a time has its weights on the device."""
+"""Run a model layer by layer, with the weights of only one layer on the device."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from asyncllm.models.weights import plan_load
 __all__ = ["Batch", "Comparison", "Walk"]
 
 _BLOCK_SIZE = 64
-"""Tokens of a block of the cache, which lives for one layer and batch."""
+"""Tokens per block of the cache, which exists for one layer and batch."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences that run together, and where they are."""
+    """Sequences that run together, and their progress."""
 
     lens: Sequence[int]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     ids: Tensor
     """int64 [T]"""
     hidden: Tensor
-    """[T, hidden]: the residual stream behind the last layer that ran, in the host's memory."""
+    """[T, hidden]: the residual stream after the last layer that ran, in host memory."""
 
 
 class Comparison(NamedTuple):
@@ -52,8 +52,8 @@ class Comparison(NamedTuple):
 
 
 class Walk:
-    """The model of a folder, with plain weights. Raises as `registry.open_unfilled` and `weights.plan_load` do, and
-    UnsupportedModel for one whose layers read what earlier ones or other parts of the model leave them."""
+    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `weights.plan_load` do,
+    and UnsupportedModel for a model whose layers read the output of earlier layers or other parts of the model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.model, self.checkpoint = open_unfilled(folder)
@@ -79,7 +79,7 @@ class Walk:
 
     @torch.no_grad()
     def begin(self, sequences: Sequence[Sequence[int]], tokens: int) -> list[Batch]:
-        """Return the sequences in batches of some `tokens`, in front of the first layer."""
+        """Return the sequences in batches of about `tokens` tokens, before the first layer."""
         chosen: list[list[Sequence[int]]] = []
         room = 0
         for sequence in sequences:
@@ -102,7 +102,7 @@ class Walk:
         return batches
 
     def fill(self, part: str) -> nn.Module:
-        """Read the weights of a part of the model, such as "layers.3", and return it."""
+        """Read the weights of a part of the model, such as "layers.3", and return the part."""
         module = self.model.get_submodule(part)
         allocate(module, self.dtype, self.device)
         with closing(self.checkpoint.read(self._names[part])) as tensors:
@@ -111,12 +111,12 @@ class Walk:
         return module
 
     def empty(self, part: str) -> None:
-        """Let the weights of a part go."""
+        """Release the weights of a part."""
         allocate(self.model.get_submodule(part), self.dtype, torch.device("meta"))
 
     @torch.no_grad()
     def run(self, layer: int, batch: Batch) -> Tensor:
-        """Return the residual stream of a batch behind a layer that is filled [T, hidden], in the host's memory."""
+        """Return the residual stream of a batch after a filled layer [T, hidden], in host memory."""
         block = self.layers[layer]
         attention = next(each for each in block.modules() if isinstance(each, AnyAttention))
         spec = attention.cache_spec
@@ -133,7 +133,7 @@ class Walk:
 
     @torch.no_grad()
     def compare(self, before: Sequence[Batch], after: Sequence[Batch]) -> Comparison:
-        """Compare what two runs of the same sequences say behind the last layer."""
+        """Compare the predictions of two runs of the same sequences after the last layer."""
         # A tied head is the embedding.
         parts = ("norm", "head" if "head" in self._names else "embed")
         for part in parts:
@@ -177,7 +177,7 @@ class Walk:
             max_q_len=max(batch.lens),
             caches=caches,
             prompts=[(length, length) for length in batch.lens],
-            # Text advances along all axes alike.
+            # Text advances equally along all axes.
             more={
                 ROPE_LENS: lens.repeat_interleave(lens).to(device),
                 **dict.fromkeys(AXIS_COLUMNS, torch.zeros_like(positions).to(device)),
@@ -186,6 +186,6 @@ class Walk:
 
 
 def _part_of(path: str) -> str:
-    """Return the part of the model that is filled with the module at `path`."""
+    """Return the part of the model that contains the module at `path`."""
     first, _, rest = path.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first

@@ -1,6 +1,5 @@
 """FakeDevice: runs steps on a paged store of token ids, and rejects steps that would silently produce wrong results on
-a
-real device."""
+a real device."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class StepViolation(AssertionError):
 
 def hash_oracle(vocab_size: int) -> Oracle:
     """Return an oracle whose next token is a hash of the row's whole history, its adapter, and its seed unless sampling
-    is
-    greedy."""
+    is greedy."""
 
     def next_token(history: list[int], start: SlotStart) -> int:
         seed = 0 if start.params.greedy else start.params.seed
@@ -140,12 +138,9 @@ class FakeDevice:
     For each (block, offset) the store holds a token id with its whole prefix, and the serial number of the write that
     stored it. A row reads its block tables as attention does, in each block group no further back than its window. It
     raises StepViolation for content that is not its own, for uncovered positions, for reads of cells never written, and
-    for
-    ambiguous copies. If blocks keep a state, a token is computed from the state in the previous token's block, which
-    must be
-    the state after the row's own tokens. Host blocks have cells as well, so a block's content is tracked to the host
-    and
-    back.
+    for ambiguous copies. If blocks keep a state, a token is computed from the state in the previous token's block,
+    which must be the state after the row's own tokens. Host blocks have cells as well, so a block's content is tracked
+    to the host and back.
     """
 
     def __init__(
@@ -214,8 +209,7 @@ class FakeDevice:
 
     def carry_out(self, command: Command) -> None:
         """Mark everything written so far as never written, so that a step which reads it is a violation. Only Wake
-        keeps it,
-        since no step may run before it."""
+        keeps it, since no step may run before it."""
         match command:
             case UpdateWeights(weights):
                 self.weights |= weights
@@ -539,8 +533,7 @@ class FakeDevice:
 
     def _compute(self, row: PrefillRow, history: list[int], output: StepOutput) -> None:
         """Write the result of a row that samples no token: an error, or the sum of fake hidden states that its
-        `pooling`
-        selects."""
+        `pooling` selects."""
         error = self.row_failure(history) if self.row_failure is not None else None
         if error is not None:
             output.errors[row.slot] = error

@@ -118,15 +118,13 @@ def fake_parts(
 
 class FakeEngine(AsyncEngine):
     """An AsyncEngine for testing programs that use one. Scheduling, streaming, sessions, cancellation and errors are
-    real;
-    only the tokens are scripted.
+    real; only the tokens are scripted.
 
         async with FakeEngine({"ping": "pong"}) as llm:
             assert (await llm.generate("ping")).text == "pong"
 
     One token is one byte of UTF-8. FakeExecutor's `executor.pause()`, `fail_at` and `row_failure` delay or break it,
-    and a
-    FaultPlan breaks any part of it.
+    and a FaultPlan breaks any part of it.
     """
 
     def __init__(

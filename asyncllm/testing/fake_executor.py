@@ -58,9 +58,8 @@ class FakeExecutor:
     ) -> None:
         """`latency`: seconds per step. `fail_at`: number of the step, from 0, at which the device fails for good.
         `start_error`: raised by `start()`. `wrap`: see `open_executor`. `command_error`: returns the error that a
-        command
-        raises in place of being carried out, or None; `adapter_error` does so for an adapter. Other arguments: see
-        FakeDevice.
+        command raises in place of being carried out, or None; `adapter_error` does so for an adapter. Other arguments:
+        see FakeDevice.
 
         Any error of the device except StepViolation ends the rows of its step only."""
         self.device = FakeDevice(

@@ -43,14 +43,11 @@ class Fault:
         error: Exception | None = None,
     ) -> None:
         """Plan the fault for `times` occurrences (None: unlimited), starting when the point is reached for the `at`-th
-        time,
-        counted from 0.
+        time, counted from 0.
 
         `probability` of each occurrence, drawn with the plan's seed. `request`: only for prompts that contain this
-        text; in a
-        step, only if it has such a row. `seconds`: the duration of "sleep". `error`: the exception of "raise". Raises
-        ValueError
-        for an impossible fault.
+        text; in a step, only if it has such a row. `seconds`: the duration of "sleep". `error`: the exception of
+        "raise". Raises ValueError for an impossible fault.
         """
         if point not in get_args(Point) or action not in get_args(Action):
             raise ValueError(f"There is no fault {action!r} at {point!r}. See Point and Action.")
@@ -122,8 +119,7 @@ class Faults:
 
 def _take(seconds: float) -> None:
     """Take as long as a computation of `seconds`. In the event loop's thread, spin in Python, since a blocking call
-    would
-    be detected there."""
+    would be detected there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

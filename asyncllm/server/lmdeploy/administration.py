@@ -75,8 +75,7 @@ class Terminating(msgspec.Struct, kw_only=True):
 
 async def terminate(request: web.Request) -> web.Response:
     """Stop the server as SIGTERM does: running answers finish, new requests are refused. Requests from another site's
-    page
-    are refused, since a mere link or image can send a GET."""
+    page are refused, since a mere link or image can send a GET."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "A page of another site may not stop the server.", code="cross_site")
     service = service_of(request)

@@ -33,8 +33,7 @@ async def chat_interactive(request: web.Request) -> web.StreamResponse:
     """Answer the next turn of a kept conversation, stop its answer, or end it.
 
     `interactive_mode: true` keeps the conversation for the next request with the same session_id. `false` ends it,
-    after a
-    last answer if there is a prompt. `cancel: true` stops the running answer.
+    after a last answer if there is a prompt. `cancel: true` stops the running answer.
     """
     service = service_of(request)
     body = await read_request(request, InteractiveRequest)

@@ -4,8 +4,7 @@ A conversation is forgotten after `session_ttl` idle seconds, or to make room: `
 conversations and `max_session_tokens` the total length of their histories. To make room, the key that uses most of the
 scarce resource loses its least recently used conversation, so that a client with many or long conversations loses its
 own. If the engine fails, all conversations are lost. The next request of a forgotten conversation gets 410 once, so
-that
-no client mistakes a new conversation for a continued one; the request after that begins a new conversation.
+that no client mistakes a new conversation for a continued one; the request after that begins a new conversation.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ class KeptSessions:
 
     def _short_of(self) -> Callable[[_Owner], int] | None:
         """Return a function that tells how much a key uses of the resource that a new conversation lacks, or None if
-        there is
-        room."""
+        there is room."""
         if sum(map(_Owner.tokens, self._owners.values())) >= self._config.max_session_tokens:
             return _Owner.tokens
         return _Owner.conversations if len(self) >= self._config.max_sessions else None

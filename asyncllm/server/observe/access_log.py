@@ -51,8 +51,7 @@ class _OneLine(logging.Formatter):
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
     """Write asyncllm's log to stderr during the block, from `level` up. A program that has configured logging itself,
-    for
-    example with `logging.basicConfig`, keeps its own handlers."""
+    for example with `logging.basicConfig`, keeps its own handlers."""
     package = logging.getLogger("asyncllm")
     before = package.level
     package.setLevel(level)

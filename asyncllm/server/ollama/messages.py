@@ -49,8 +49,7 @@ class _Calls:
 
     def answered(self, call_id: Any, name: Any) -> tuple[str | None, str | None]:
         """Return id and name of the call that a result belongs to: the first open call with that id or name, or the
-        first open
-        call if neither is given."""
+        first open call if neither is given."""
         for place, (open_id, open_name) in enumerate(self._open):
             if call_id == open_id or (not call_id and name in (None, "", open_name)):
                 del self._open[place]

@@ -69,8 +69,7 @@ class OllamaBody(PolicyFields, kw_only=True):
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
     """Accepted for any time, since the model stays loaded as long as the server runs. 0 without a prompt asks to unload
-    it
-    and is refused."""
+    it and is refused."""
 
     def __post_init__(self) -> None:
         if self.model is not None:

@@ -79,8 +79,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 def _truncated(prompts: Sequence[list[int]], body: CompletionRequest, room: int) -> list[str | list[int]]:
     """Return the last tokens of each prompt, as many as requested. `room`: prompt tokens that leave room for the
-    answer.
-    Raises ApiError."""
+    answer. Raises ApiError."""
     kept = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens or 0
     if kept < 1:
         raise ApiError(

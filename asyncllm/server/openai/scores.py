@@ -126,8 +126,7 @@ async def _scores_of_pairs(
     request: web.Request, body: PolicyFields, service: Service, pairs: Sequence[tuple[str, str]]
 ) -> tuple[list[float], int]:
     """Return the scores of pairs, from 0 to 1, and the number of tokens used. Raises ApiError if the model gives
-    several
-    scores, none of which rates a pair."""
+    several scores, none of which rates a pair."""
     engine = service.engine
     if engine.limits.num_labels > 1:
         raise ApiError(

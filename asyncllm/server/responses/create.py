@@ -88,8 +88,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 async def _conversation(request: web.Request, body: ResponsesRequest | InputTokensRequest) -> list[Message]:
     """Return the messages to answer, without instructions. References in `body.input` are replaced by their items.
-    Raises
-    ApiError."""
+    Raises ApiError."""
     service, before = service_of(request), list[Message]()
     if body.previous_response_id is not None:
         service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")

@@ -63,8 +63,7 @@ class EventLog:
 
     async def read(self, number: int, patience: float) -> AsyncIterator[bytes]:
         """Yield the events from this number to the last, several at a time, and empty bytes if none arrives for
-        `patience`
-        seconds. Raises ApiError as `check` does if the reader is too slow."""
+        `patience` seconds. Raises ApiError as `check` does if the reader is too slow."""
         changed = asyncio.Event()
         self._readers.add(changed)
         try:

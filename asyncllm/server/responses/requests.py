@@ -98,8 +98,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """false: the response can be neither retrieved nor continued."""
     background: bool | None = None
     """true: return at once with the status queued, and compute and keep the response. Poll it until its status is
-    neither
-    queued nor in_progress."""
+    neither queued nor in_progress."""
     previous_response_id: ResponseId | None = None
     """The response to continue. Its instructions are not inherited."""
     stream: bool | None = None

@@ -1,8 +1,7 @@
 """KeptResponses: the responses of each key that later requests may continue, within limits.
 
 Responses are kept in memory only: one is forgotten `session_ttl` seconds after its last use, or to make room for
-others,
-and all are lost when the server stops.
+others, and all are lost when the server stops.
 """
 
 from __future__ import annotations

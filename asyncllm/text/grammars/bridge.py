@@ -89,8 +89,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         """`eos`: all ids that end an answer, at least one. `tokenizer` must have a byte table. Construction takes up to
-        a
-        second for a large vocabulary, with the interpreter lock held."""
+        a second for a large vocabulary, with the interpreter lock held."""
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         assert tokenizer.table is not None
@@ -103,8 +102,7 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec, *, spaced: bool, tried: bool = False) -> CompiledGrammar:
         """Compile a grammar and try its first tokens, unless they were `tried` elsewhere. `spaced`: an answer may begin
-        with
-        white space.
+        with white space.
 
         Raises InvalidParameter."""
         from llguidance import LLMatcher
@@ -322,8 +320,7 @@ class GrammarProgress:
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the mask of the next token. If the answer cannot continue, no bit is set, and every rank learns that
-        from the
-        draw."""
+        from the draw."""
         matcher = self.fill_by(words)
         if matcher is not None:
             begun = time.thread_time()

@@ -98,8 +98,7 @@ class Lark:
 
     def json(self, schema: Any, *, white_space: str | None = None, lenient: bool = False) -> str:
         """Return the rule for a JSON value. `white_space`: expression for the space between its tokens; None: as
-        templates
-        write it."""
+        templates write it."""
         options: dict[str, Any] = TIGHT if white_space is None else {"whitespace_pattern": white_space}
         options = options | (LENIENT if lenient else {}) | ESCAPES
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")

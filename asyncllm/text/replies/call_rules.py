@@ -117,8 +117,7 @@ class CallGrammar(NamedTuple):
     """A special token of the models that write this format. A tokenizer without it belongs to another model."""
     looks: Callable[[Sequence[str]], str] | None = None
     """Given the tools' names, returns a regular expression that matches replies which begin like a call. For formats
-    whose
-    calls begin at the start of the reply."""
+    whose calls begin at the start of the reply."""
 
 
 def shaped(
@@ -161,8 +160,7 @@ def tagged(
     """Return the grammar of calls that write each parameter separately.
 
     `closer` ends a value. `json_parameter`: the shape of a JSON value, if it differs from a text's; otherwise the
-    parser
-    distinguishes them by the tool's schema. `unreadable`: characters that a parameter's name must not contain.
+    parser distinguishes them by the tool's schema. `unreadable`: characters that a parameter's name must not contain.
     """
 
     def rules(grammar: CallRules) -> str:
@@ -197,8 +195,7 @@ def names_of(schema: Any) -> list[tuple[str, bool]]:
 
 def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
     """Return `names_of` a tool's parameters. Raises UnsupportedFeature for names that match `unreadable`, which the
-    format
-    cannot write, and for schemas that constrain more than single parameters."""
+    format cannot write, and for schemas that constrain more than single parameters."""
     names = names_of(tool.prepared)
     for name, _ in names:
         if not name or re.search(unreadable, name):

@@ -49,14 +49,12 @@ class Output:
     """Collects events. Adjacent pieces of one kind are merged.
 
     White space next to markup is not content. Directly after markup it is dropped; elsewhere it is held back until it
-    is
-    known whether markup follows.
+    is known whether markup follows.
     """
 
     def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], most_calls: int) -> None:
         """`spelled` converts codes of special tokens back to text. `on_call` is called when a call begins. Everything
-        after
-        `most_calls` calls is ignored; 0: no limit."""
+        after `most_calls` calls is ignored; 0: no limit."""
         self._spelled = spelled
         self._on_call = on_call
         self._most_calls = most_calls

@@ -37,8 +37,7 @@ class Reader:
 
     def attempt(self, reading: Reading, before: str = "", sink: Callable[[str], None] | None = None) -> Reading:
         """Try to read a call, and return whether it was one. If not, the text goes to `sink` (by default the content),
-        after
-        `before`, which has already been read."""
+        after `before`, which has already been read."""
         outermost = self.source.keep(before)
         found = yield from reading
         if outermost:

@@ -25,8 +25,7 @@ class ReplyFormat:
 
     def __init__(self, tools: ToolFormat | None, thinking: Thinking | None, tokenizer: Tokenizer | None = None) -> None:
         """`tools`, `thinking`: None if no format is known. With `tokenizer`, a marker that is a special token is
-        recognized
-        only as that token, not as its spelling."""
+        recognized only as that token, not as its spelling."""
         self.tools = tools
         self.thinking = thinking
         markers = () if tools is None else (*tools.openers, *tools.inside)
@@ -50,8 +49,7 @@ class ReplyFormat:
 
     def begins_inside(self, prompt: str, continued: str | None = None) -> bool:
         """Return whether a reply to this rendered prompt begins inside the reasoning. `continued`: the beginning of the
-        reply,
-        with which the prompt ends."""
+        reply, with which the prompt ends."""
         if self.thinking is None:
             return False
         opening, closing = self.thinking.open.strip(), self.thinking.close.strip()
@@ -73,8 +71,7 @@ class Reply:
         self, form: ReplyFormat, tools: Mapping[str, Any] | None = None, *, inside: bool = False, most_calls: int = 0
     ) -> None:
         """`tools`: name -> schema of the parameters of each callable tool; None: calls are content. `inside`: the
-        prompt has
-        opened the reasoning. `most_calls`: the reply ends after this many calls; 0: no limit."""
+        prompt has opened the reasoning. `most_calls`: the reply ends after this many calls; 0: no limit."""
         self._reader = Reader(form.codes, tools or {}, most_calls)
         self._thinking = form.thinking
         self._format = form.tools if tools else None

@@ -177,8 +177,7 @@ class Source:
         """Pass a JSON value to `sink` unchanged as it arrives. Return whether it is complete.
 
         The value is not validated; brackets and strings determine its end. It ends early at a character that JSON does
-        not
-        allow there.
+        not allow there.
         """
         first = yield from self.peek()
         if first == '"':
