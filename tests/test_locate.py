@@ -202,7 +202,7 @@ def test_the_real_client_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.delitem(sys.modules, "huggingface_hub")
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"'owner/name' .* or its cache"):
+    with pytest.raises(ModelError, match=r"'owner/name' .* or in its cache"):
         locate("owner/name", download_dir=tmp_path / "cache")
     commit = "0123456789" * 4
     repository = tmp_path / "cache" / "models--owner--name"
@@ -276,7 +276,9 @@ def test_modelscope_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mod
 
     monkeypatch.setattr(modelscope, "snapshot_download", offline)
     assert locate("owner/cached") == tmp_path / "modelscope"
-    with pytest.raises(ModelNotFound, match=r"'owner/name' .* from ModelScope or its cache \(ConnectionError: offline"):
+    with pytest.raises(
+        ModelNotFound, match=r"'owner/name' .* on ModelScope or in its cache \(ConnectionError: offline"
+    ):
         locate("owner/name")
 
 

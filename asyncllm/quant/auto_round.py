@@ -1,4 +1,4 @@
-"""AutoRound, as Intel's library writes it: the files of GPTQ's first format or of AWQ, under a name of its own."""
+"""AutoRound, as Intel's library writes it: files in GPTQ's first format or AWQ's, under a `quant_method` of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.quant.settings import Header, QuantSettings
 __all__ = ["AutoRound"]
 
 _LAYOUT_KEYS = ("packing_format", "backend")
-"""Names of the method; the second is that of earlier versions."""
+"""Keys that name the layout; earlier versions wrote the second."""
 _GPTQ = re.compile(r"(auto_round:)?(auto_)?gptq(:.*)?")
 _AWQ = re.compile(r"(auto_round:)?(auto_)?awq(:.*)?")
 _PLAIN_BITS = 16
@@ -22,8 +22,8 @@ _PLAIN_BITS = 16
 
 @register("auto-round", "intel/auto-round")
 class AutoRound(Scheme):
-    """`extra_config` has other settings for modules, by name or by a regular expression that matches the whole name.
-    Modules of 16 bits are plain, as the files show."""
+    """`extra_config` has other settings for single modules, by name or by a regular expression that matches the whole
+    name. Modules of 16 bits are unquantized, as the files show."""
 
     def __init__(self, usual: Scheme, own: Mapping[str, Scheme], patterns: Sequence[tuple[re.Pattern[str], Scheme]]):
         self._usual = usual

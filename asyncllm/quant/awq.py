@@ -1,6 +1,6 @@
 """AWQ, as AutoAWQ and LMDeploy write it: 4 bits, with a zero point for each group.
 
-(code - zero) * scale. `gemm` packs output features, in an order of its own; `gemv` packs input features.
+A weight is (code - zero) * scale. `gemm` packs output features in a permuted order; `gemv` packs input features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYOUT_KEYS = ("version", "checkpoint_format", "format")
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output feature at place i of a word of `gemm`, which has eight."""
+"""Output feature at place i of a word of `gemm`, which holds eight."""
 _MARKS = frozenset({"qweight", "qzeros", "scales"})
 
 
@@ -53,7 +53,7 @@ class Gemm(Packed):
 
 @dataclass(frozen=True)
 class Gemv(Packed):
-    """qweight [N, K / 8], qzeros [N, Z], scales [N, 8 Z]: behind the groups there is padding up to 8 Z."""
+    """qweight [N, K / 8], qzeros [N, Z], scales [N, 8 Z]. The groups are padded to 8 Z."""
 
     name: ClassVar[str] = "awq"
 
@@ -79,7 +79,7 @@ class Gemv(Packed):
 
 @register("awq")
 class AWQ(Scheme):
-    """The files show whether a module is quantized; `modules_to_not_convert` lists plain modules."""
+    """The files show which modules are quantized; `modules_to_not_convert` lists unquantized modules."""
 
     def __init__(self, layout: type[Packed], group_size: int) -> None:
         self._layout = layout
@@ -92,7 +92,7 @@ class AWQ(Scheme):
             settings.unsupported("bits" if "bits" in settings.fields else "w_bit", "AWQ is of 4 bits.")
         if not settings.flag("zero_point", True):
             settings.unsupported("zero_point", "AWQ without zero points is not read.")
-        # GPTQModel has its own key for the packing.
+        # GPTQModel uses another key for the packing.
         key = next((each for each in _LAYOUT_KEYS if settings.get(each) is not None), _LAYOUT_KEYS[0])
         version = str(settings.get(key) or "gemm").lower()
         layouts: dict[str, type[Packed]] = {"gemm": Gemm, "gemv": Gemv}
@@ -107,7 +107,7 @@ class AWQ(Scheme):
 
 
 def encode_gemm(weight: Decoded) -> dict[str, Tensor]:
-    """Return the tensors of `Gemm` for a weight of 4 bits, by suffix; scales in float16."""
+    """Return suffix -> tensor of `Gemm` for a weight of 4 bits. Scales are stored in float16."""
 
     def packed(codes: Tensor) -> Tensor:
         places = torch.tensor(_IN_ORDER, device=codes.device).argsort()
@@ -122,7 +122,7 @@ def encode_gemm(weight: Decoded) -> dict[str, Tensor]:
 
 
 def awq_settings(group_size: int, plain: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of files of `encode_gemm`; `plain` are the modules that are not quantized."""
+    """Return the quantization_config of files written with `encode_gemm`. `plain`: the unquantized modules."""
     return {
         "quant_method": "awq",
         "bits": _BITS,
@@ -134,7 +134,7 @@ def awq_settings(group_size: int, plain: Sequence[str]) -> dict[str, Any]:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """[A, N / 8] of `gemm` -> [A, N]."""
+    """Convert [A, N / 8] of `gemm` to [A, N]."""
     codes = unpack(words, _BITS, 1)
     return codes.view(len(codes), -1, _IN_WORD)[:, :, list(_IN_ORDER)].flatten(1)
 

@@ -1,5 +1,5 @@
-"""fp8 in the formats of DeepSeek-V3 and Qwen3 (`quant_method` "fp8") and of Meta (`fbgemm_fp8`), and plain weights
-rounded to it at load."""
+"""fp8 in the formats of DeepSeek-V3 and Qwen3 (`quant_method` "fp8") and of Meta (`fbgemm_fp8`), and unquantized
+weights that are rounded to fp8 at load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _PLAIN = frozenset({"F16", "BF16", "F32"})
 
 @register("fp8")
 class Float8(Scheme):
-    """`weight` in e4m3, with `weight_scale_inv` for blocks of 128 x 128, or `weight_scale`; both multiply."""
+    """`weight` in e4m3, with `weight_scale_inv` for blocks of 128 x 128, or with `weight_scale`. Both are
+    multiplied."""
 
     def __init__(self, *, block: bool, static: bool) -> None:
         self._block, self._static = block, static
@@ -50,10 +51,10 @@ class Float8(Scheme):
 
 @register("fbgemm_fp8")
 class Float8OfRows(Scheme):
-    """`weight` in e4m3 with a `weight_scale` for each output feature, for activations with one for each token.
+    """`weight` in e4m3 with a `weight_scale` for each output feature, and activations with a scale for each token.
 
-    `activation_scale_ub` is a bound of the activations, which are cut there by FBGEMM's kernels; here a token's scale
-    is that of its largest number.
+    FBGEMM's kernels clip activations at `activation_scale_ub`. Here a token's scale is always that of its largest
+    value.
     """
 
     @classmethod
@@ -68,7 +69,7 @@ class Float8OfRows(Scheme):
 
 @register("fp8 at load")
 class Float8AtLoad(Scheme):
-    """A scale for each output feature of the projections; embeddings, routers and norms stay plain."""
+    """One scale for each output feature of the projections; embeddings, routers and norms stay unquantized."""
 
     at_load: ClassVar[bool] = True
 
@@ -83,7 +84,7 @@ class Float8AtLoad(Scheme):
 
 
 def round_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] float32 -> codes e4m3 [N, K], and for each block of 128 x 128 a scale, float32
+    """Round weight [N, K] float32. Return codes e4m3 [N, K], and for each block of 128 x 128 a scale, float32
     [ceil(N / 128), ceil(K / 128)]."""
     (n, k), largest = weight.shape, LARGEST[torch.float8_e4m3fn]
     padded = F.pad(weight, (0, -k % GROUP, 0, -n % GROUP))
@@ -94,7 +95,7 @@ def round_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_settings(plain: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of weights of `round_blocks`, with scales called `weight_scale_inv`."""
+    """Return the quantization_config of weights from `round_blocks`, whose scales are named `weight_scale_inv`."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

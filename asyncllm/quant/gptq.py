@@ -1,4 +1,4 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: 2, 3, 4 or 8 bits, with groups of neighbours or by `g_idx`.
+"""GPTQ, as AutoGPTQ and GPTQModel write it: 2, 3, 4 or 8 bits, with groups of adjacent features or by `g_idx`.
 
 A weight is (code - zero) * scale. The first version of the format stores zero points minus one.
 """
@@ -28,7 +28,7 @@ _FORMATS = {"gptq": True, "gptq_v2": False}
 
 @dataclass(frozen=True)
 class GPTQWeights(Packed):
-    """qweight [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N] and, as a rule, g_idx [K]."""
+    """qweight [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N] and usually g_idx [K]."""
 
     name: ClassVar[str] = "gptq"
 
@@ -81,7 +81,7 @@ class GPTQWeights(Packed):
 
 @register("gptq")
 class GPTQ(Scheme):
-    """`dynamic` has other settings for modules that a regular expression matches, or leaves these plain."""
+    """`dynamic` has other settings for modules that match a regular expression, or leaves them unquantized."""
 
     def __init__(self, fields: Mapping[str, Any], rules: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> None:
         self._fields = fields
@@ -97,7 +97,7 @@ class GPTQ(Scheme):
         if not _MARKS & tensors.keys():
             return None
         fields = next((fields for pattern, fields in self._rules if pattern.match(module)), self._fields)
-        # Without g_idx groups are of neighbours, unless it is missing from a file that needs it.
+        # Without g_idx, groups are of adjacent features, unless it is missing from a file that needs it.
         has_groups = "g_idx" in tensors or fields["ordered"]
         return GPTQWeights(
             **fields,
@@ -108,7 +108,7 @@ class GPTQ(Scheme):
 
 
 def _fields(settings: QuantSettings) -> dict[str, Any]:
-    """Return the `GPTQWeights` of these settings. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the `GPTQWeights` for these settings. Raises InvalidCheckpoint, UnsupportedModel."""
     bits = settings.integer("bits")
     if bits not in (2, 3, 4, 8):
         settings.unsupported("bits", "Supported: 2, 3, 4, 8.")
@@ -120,7 +120,7 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
     writer = settings.object("meta").get("quantizer")
     writers = writer if isinstance(writer, list) else [writer]
     less_one = _FORMATS[stored or "gptq"]
-    # A word has no whole number of places of three bits, and no borrows cross words.
+    # A word does not hold a whole number of 3-bit codes, and no borrows cross words.
     by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
     symmetric = settings.flag("sym", True)
     if less_one and not symmetric and by_words and bits == 3:
@@ -128,7 +128,7 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
     return {
         "bits": bits,
         "group_size": size,
-        # One group has no order.
+        # A single group has no order.
         "ordered": settings.flag("desc_act", False) and size != -1,
         "less_one": less_one,
         "carries": less_one and by_words and not symmetric,
@@ -136,8 +136,9 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
 
 
 def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]:
-    """Return GPTQModel's `dynamic`: settings by pattern. The first pattern that matches the beginning of a module's
-    name counts. Modules behind "-:" are plain, as the files show. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return GPTQModel's `dynamic` as (pattern, settings). The first pattern that matches the beginning of a module's
+    name applies. Modules listed with "-:" are unquantized, as the files show. Raises InvalidCheckpoint,
+    UnsupportedModel."""
     rules = []
     dynamic = settings.object("dynamic")
     for name in dynamic.fields:
@@ -151,9 +152,10 @@ def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[s
 
 
 def encode_gptq(weight: Decoded, bits: int) -> dict[str, Tensor]:
-    """Return suffix -> tensor of the first format for a weight with groups of neighbours; scales in float16.
+    """Return suffix -> tensor of the first format for a weight with groups of adjacent features. Scales are stored in
+    float16.
 
-    Zero points are 1 or more: 0 minus one does not fit into the bits.
+    Zero points must be at least 1, since 0 minus one does not fit into the bits.
     """
     n, k = weight.codes.shape
     for size, what in ((n, "output"), (k, "input")):
@@ -173,8 +175,8 @@ def encode_gptq(weight: Decoded, bits: int) -> dict[str, Tensor]:
 def gptq_settings(
     bits: int, group_size: int, *, symmetric: bool, damp_percent: float, quantized: Sequence[str], writer: str
 ) -> dict[str, Any]:
-    """Return the quantization_config of files of `encode_gptq`. `quantized`: names of modules within a block, where
-    others are plain; empty where all are quantized."""
+    """Return the quantization_config of files written with `encode_gptq`. `quantized`: names of quantized modules
+    relative to a block, if others are unquantized; empty if all are quantized."""
     settings: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": bits,

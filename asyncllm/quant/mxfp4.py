@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it (`quant_method` "mxfp4"): experts of e2m1, in groups with an exponent, kept in 4 bits."""
+"""MXFP4, as in gpt-oss (`quant_method` "mxfp4"): experts in e2m1, with an exponent for each group, kept in 4 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncllm.quant.settings import Header, QuantSettings
 __all__ = ["MXFP4", "PackedMXFP4"]
 
 GROUP = 32
-"""Number of neighbouring input features with one scale. A byte has two of them."""
+"""Number of adjacent input features with one scale. A byte holds two of them."""
 
 _BITS = 4
 
@@ -32,7 +32,7 @@ _BYTES = Stored(frozenset({"U8"}))
 
 @register("mxfp4")
 class MXFP4(Scheme):
-    """Experts with `blocks` and `scales` in place of a weight."""
+    """Experts that have `blocks` and `scales` in place of a weight."""
 
     @classmethod
     def read(cls, settings: QuantSettings) -> MXFP4:
@@ -43,21 +43,21 @@ class MXFP4(Scheme):
 
 
 class _Layer(Protocol):
-    """The method's state of a layer."""
+    """The method's state in a layer."""
 
     words: Tensor | None
     scales: Tensor | None
     whole: Tensor | None
-    """The weights in the model's type, for a rank whose input features do not begin and end with a group."""
+    """The weights in the model's dtype, for a rank whose input features do not begin and end at a group."""
     offset: Tensor | None
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
-    """One tensor of each part whose other tensor is not read yet."""
+    """The tensors of parts whose second tensor is not read yet."""
 
 
 @dataclass(frozen=True)
 class PackedMXFP4(LinearMethod):
-    """blocks uint8 [N, K / 32, 16], the feature of the even number in the low four bits, and scales uint8 [N, K / 32],
-    of each expert."""
+    """For each expert: blocks uint8 [N, K / 32, 16], with even features in the low four bits, and scales uint8
+    [N, K / 32]."""
 
     name: ClassVar[str] = "mxfp4"
     by_row = True
@@ -108,7 +108,7 @@ class PackedMXFP4(LinearMethod):
             return tensor[taken]
         if suffix == "bias":
             return tensor if first else torch.zeros_like(tensor)
-        # A rank's input features need not begin or end with a group.
+        # A rank's input features need not begin or end at a group.
         return _by_feature(tensor)[:, taken]
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
@@ -170,7 +170,7 @@ class PackedMXFP4(LinearMethod):
         )
 
     def weight(self, layer: Weighted) -> PackedWeight | Tensor:
-        """Return the layer's weight: packed, or [E, N, K] in the model's type."""
+        """Return the layer's weight: packed, or [E, N, K] in the model's dtype."""
         own = cast(_Layer, layer)
         if own.words is None or own.scales is None:
             assert own.whole is not None
@@ -179,7 +179,7 @@ class PackedMXFP4(LinearMethod):
 
 
 def _by_feature(tensor: Tensor) -> Tensor:
-    """blocks or scales of N output features -> the code or the scale of each input feature, uint8 [N, K]."""
+    """Expand blocks or scales of N output features to the code or scale of each input feature, uint8 [N, K]."""
     if tensor.ndim == 2:
         return tensor.repeat_interleave(GROUP, 1)
     return torch.stack((tensor & 15, tensor >> 4), -1).flatten(1)

@@ -1,7 +1,7 @@
-"""The method of weights of a few bits for activations of 16: codes, scales and zero points in groups.
+"""The method of low-bit weights with 16-bit activations: codes, scales and zero points in groups.
 
-A file format is a subclass that names its tensors and decodes those of a part. For any format the layer holds a
-`kernels.PackedWeight`.
+A file format is a subclass that names the tensors of a part and decodes them. The layer holds a `kernels.PackedWeight`
+for every format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "p
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 _LEAST_GROUP = 32
-"""Input features of a group of any format are a multiple of this."""
+"""Divides the number of input features of a group in every format."""
 
 _INT32 = frozenset({"I32"})
 INT32_ROWS = Stored(_INT32, axis=0)
@@ -37,7 +37,7 @@ INT32_WHOLE = Stored(_INT32, axis=None)
 
 
 class Decoded(NamedTuple):
-    """A part of a weight, its N output features by K input features."""
+    """A part of a weight: N output features by K input features."""
 
     codes: Tensor
     """uint8 [N, K]"""
@@ -46,11 +46,11 @@ class Decoded(NamedTuple):
     zeros: Tensor
     """uint8 [G, N]"""
     group_of: Tensor | None = None
-    """int64 [K]: the group of each input feature; None if groups are of neighbours."""
+    """int64 [K]: the group of each input feature; None: groups of adjacent features."""
 
 
 class _Layer(Protocol):
-    """The method's state of a layer."""
+    """The method's state in a layer."""
 
     words: Tensor
     scales: Tensor
@@ -58,11 +58,11 @@ class _Layer(Protocol):
     order: Tensor | None
     offset: Tensor | None
     size: int
-    """Input features of a group."""
+    """Number of input features in a group."""
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
     """Tensors of parts that are not complete yet."""
     settled: dict[int | None, set[str | None]]
-    """Parts in the order of the layer, until all are complete."""
+    """Parts in the layer's order, until all are complete."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class Packed(LinearMethod):
     group_size: int
     scale_dtype: torch.dtype
     ordered: bool = False
-    """Whether the input features of a group need not be neighbours."""
+    """Whether the input features of a group need not be adjacent."""
     stray_bias: bool = False
-    """Whether the file has a bias of zeros for layers without one."""
+    """Whether the file has a zero bias for layers without a bias."""
     invariant: bool = False
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
         """Return suffix -> shape of the tensors of a part with these output and input features, without the bias.
 
-        Raises InvalidCheckpoint for sizes that the format cannot hold.
+        Raises InvalidCheckpoint for sizes that the format cannot store.
         """
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Packed(LinearMethod):
 
     @property
     def stored_bits(self) -> int:
-        """Bits of a code in the layer."""
+        """The number of bits per code in the layer."""
         return 8 if self.bits == 8 else 4
 
     @property
@@ -201,7 +201,7 @@ class Packed(LinearMethod):
 
     def _size(self, layer: Weighted) -> int:
         """Return the size of the layer's groups. If ranks divide the input features, a group that two ranks share
-        becomes several smaller ones of the same scale. Raises InvalidCheckpoint, UnsupportedModel."""
+        becomes several smaller groups with the same scale. Raises InvalidCheckpoint, UnsupportedModel."""
         whole = next(columns for _, columns in layer.whole_shapes.values())
         self.groups(whole)
         k = layer.in_features
@@ -230,7 +230,8 @@ class Packed(LinearMethod):
         if self.group_size != -1:
             groups = slice(columns.start // own.size, columns.stop // own.size)
             scales, zeros = (each.repeat_interleave(self.group_size // own.size, 0)[groups] for each in (scales, zeros))
-        # Without a zero point, AutoRound has scales below 0 where a group's largest number is above 0.
+        # Without a zero point, AutoRound writes negative scales for groups whose value of largest magnitude is
+        # positive.
         if not scales.isfinite().all():
             raise InvalidCheckpoint("the scales of this weight are not all finite; download it again")
         if group_of is not None:
@@ -250,13 +251,14 @@ class Packed(LinearMethod):
 
 
 def scale_dtype(header: Header | None) -> torch.dtype:
-    """Return the type of scales: the file's, as a conversion to the model's would change every weight of a group."""
+    """Return the dtype of the scales: the file's, since a conversion to the model's would change every weight of a
+    group."""
     return _SCALE_DTYPES.get("" if header is None else header.dtype, torch.float32)
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
-    """Return numbers of `bits` bits that follow one another in the bits of int32 words, the lowest first, along `axis`
-    of a matrix, as uint8, longer along that axis."""
+    """Unpack numbers of `bits` bits, stored consecutively in int32 words from the lowest bit, along `axis` of a matrix.
+    Returns uint8, longer along that axis."""
     words = words.movedim(axis, 0)
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(1, -1, 1)

@@ -1,4 +1,4 @@
-"""The method of weights of 8 bits, for activations that are rounded to 8 bits at run time."""
+"""The method of 8-bit weights, with activations that are rounded to 8 bits at run time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(fro
 
 
 class _Layer(Protocol):
-    """The method's state of a layer."""
+    """The method's state in a layer."""
 
     codes: Tensor
     scales: Tensor
     input_scale: Tensor | None
     input_scales: dict[str | None, float]
-    """Scales of the activations of each part, of which the layer takes the largest."""
+    """Scales of the activations of each part. The layer uses the largest."""
     offset: Tensor | None
 
 

@@ -1,4 +1,4 @@
-"""Typed reads of a checkpoint's quantization settings."""
+"""Typed access to a checkpoint's quantization settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Header", "QuantSettings"]
 _KEYS = ("quantization_config", "compression_config")
 _NESTED = ("text_config", "llm_config", "language_config")
 _FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json")
-"""Files with the settings beside config.json, as AutoAWQ, AutoGPTQ, AutoRound and ModelOpt write or wrote them."""
+"""Names of settings files beside config.json, which AutoAWQ, AutoGPTQ, AutoRound and ModelOpt write or wrote."""
 
 
 class Header(NamedTuple):
     """The header of a tensor."""
 
     dtype: str
-    """Type under its name in the safetensors format."""
+    """Name of the dtype in the safetensors format."""
     shape: tuple[int, ...]
 
 
 class QuantSettings:
-    """The entries of one object; `null` counts as absent. `source` says where it is, for error messages."""
+    """The entries of one object; `null` counts as absent. `source`: its location, for error messages."""
 
     def __init__(self, fields: Mapping[str, Any], source: str) -> None:
         self.fields = fields
@@ -34,9 +34,9 @@ class QuantSettings:
 
     @classmethod
     def find(cls, config: Mapping[str, Any], folder: Path) -> QuantSettings | None:
-        """Return the settings in config.json, or else in a file beside it; None if there are none.
+        """Return the settings in config.json or in a file beside it, or None if there are none.
 
-        Raises InvalidCheckpoint for settings that are no object, and for two that differ.
+        Raises InvalidCheckpoint for settings that are not an object, and for two that differ.
         """
         inner = [config, *(each for key in _NESTED if isinstance(each := config.get(key), dict))]
         found = [
@@ -53,7 +53,7 @@ class QuantSettings:
         return found[0] if found else None
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is set; None if none is."""
+        """Return the value of the first of these keys that is set, or None."""
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     def invalid(self, name: str, what: str) -> NoReturn:
@@ -92,7 +92,7 @@ class QuantSettings:
         return QuantSettings({} if value is None else _object(value, source), source)
 
     def group_size(self, *names: str) -> int:
-        """Return how many input features have one scale: a multiple of 32, or -1 for all of them. Raises
+        """Return the number of input features with one scale: a multiple of 32, or -1 for all of them. Raises
         UnsupportedModel."""
         size = self.integer(*names)
         if size != -1 and (size <= 0 or size % 32):

@@ -1,4 +1,4 @@
-"""LMDeploy's W8A8 (`lite smooth_quant`): int8 or fp8, with a scale for each output feature."""
+"""LMDeploy's W8A8 (`lite smooth_quant`): int8 or fp8, with one scale for each output feature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torc
 
 @register("smooth_quant")
 class SmoothQuant(Scheme):
-    """`weight` in 8 bits and `scale` [N, 1]. The norms contain the smoothing factors already."""
+    """`weight` in 8 bits and `scale` [N, 1]. The norms already include the smoothing factors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -246,6 +246,6 @@ class FakeExecutor:
             assert error is not None
             future.set_exception(error)
             if self._closing.is_set():
-                future.exception()  # whoever closes the executor knows that waiting steps are dropped
+                future.exception()  # the caller that closes the executor knows that waiting steps are dropped
         del error, future, output  # an error refers to this frame, and the frame to those that called
         self._on_step()

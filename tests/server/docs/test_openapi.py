@@ -183,7 +183,7 @@ async def test_what_is_switched_off_is_not_documented() -> None:
 
 def test_notes_are_those_under_the_fields() -> None:
     notes = field_notes(StreamOptions)
-    assert notes["continuous_usage_stats"] == "With include_usage: every chunk carries it (vLLM's)."
+    assert notes["continuous_usage_stats"] == "With include_usage: send it in every chunk (vLLM's)."
     assert "session_id" in field_notes(ChatRequest)  # of a base
 
 
