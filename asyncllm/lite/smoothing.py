@@ -19,6 +19,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
+from asyncllm.layers.shared_keys import NormedValueAttention
 
 __all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 
@@ -177,12 +178,14 @@ def _mlp_readers(mlp: nn.Module) -> tuple[Matrix, ...]:
 
 
 def _within_attention(attention: nn.Module) -> Iterator[Group]:
-    """Yield the values, which are summed up by weights that do not depend on them, unless they are clipped."""
+    """Yield the values, which are summed up by weights that do not depend on them, unless clipped or normed."""
     if isinstance(attention, LatentAttention):
         if attention.q_norm is not None:
             yield Group(attention.q_norm, (Matrix(attention.q),))
         heads = torch.arange(attention.kv.out_features).view(attention.num_heads, -1)
         yield Group(Rows(Matrix(attention.kv), heads[:, attention.nope_dim :].flatten()), (Matrix(attention.out),))
+    elif isinstance(attention, NormedValueAttention):
+        return
     elif isinstance(attention, Attention) and attention.qkv_clip is None:
         values = attention.qkv.rows["v"]
         rows = torch.arange(values.start, values.stop)
