@@ -203,7 +203,7 @@ class ModelPlacement:
                 raise self._no_memory("the weights") from error
             self._weights = "device"
         elif self._weights == "lost":
-            checkpoint = open_checkpoint(self._path, self._model.scheme)
+            checkpoint = open_checkpoint(self._path, self._model.scheme, self._model.expanded_modules)
             self._fill(lambda: load(self._model, checkpoint, self._model.weight_map))
 
     def _fill(self, fill: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ differs."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -80,6 +80,8 @@ class DecoderLM(nn.Module):
         """One per entry of the config's `ropes`."""
         self.scheme: Scheme | None = None
         """How the weights in the checkpoint are quantized."""
+        self.expanded_modules: Set[str] = frozenset()
+        """The checkpoint's modules that are expanded as they are read, although a method could multiply them."""
 
     @staticmethod
     @abstractmethod

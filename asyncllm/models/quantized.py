@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.layers.embedding import Embedding, OutputEmbedding
-from asyncllm.layers.linear_method import LinearMethod, Weighted
+from asyncllm.layers.linear_method import UNQUANTIZED, LinearMethod, Weighted
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.expanded import ExpandedCheckpoint
+from asyncllm.quant.expanded_methods import expansion_of_method
+from asyncllm.quant.expansion import modules_of
+from asyncllm.quant.packed import Packed
+from asyncllm.quant.scaled import Scaled
 from asyncllm.quant.scheme import Scheme
 from asyncllm.quant.settings import Header
 
@@ -23,15 +27,21 @@ __all__ = ["attach", "open_checkpoint"]
 logger = logging.getLogger("asyncllm")
 
 
-def open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
-    """Return the checkpoint in `folder`, with weights that the scheme expands as plain ones. Raises as
-    `Checkpoint.open` does, and for tensors that do not fit together."""
+def open_checkpoint(folder: Path, scheme: Scheme | None, expanded_modules: Set[str] = frozenset()) -> Checkpoint:
+    """Return the checkpoint in `folder`, with weights that the scheme expands, and those of `expanded_modules`, as
+    plain ones. Raises as `Checkpoint.open` does, and for tensors that do not fit together."""
     stored = Checkpoint.open(folder)
     if scheme is None:
         return stored
     headers = {entry.name: Header(entry.dtype, entry.shape) for entry in stored.tensors.values()}
     try:
         expansions = list(scheme.expansions(headers, lambda names: _read(stored, names)))
+        modules = modules_of(headers) if expanded_modules else {}
+        for module in sorted(expanded_modules):
+            tensors = modules.get(module, {})
+            expansion = expansion_of_method(module, tensors, scheme.method(module, tensors))
+            if expansion is not None:
+                expansions.append(expansion)
     except (InvalidCheckpoint, UnsupportedModel) as error:
         raise type(error)(f"{folder}: {error}") from None
     return ExpandedCheckpoint(stored, expansions) if expansions else stored
@@ -41,39 +51,27 @@ def _read(stored: Checkpoint, names: Sequence[str]) -> Mapping[str, Tensor]:
     return {name: tensor.clone() for name, tensor in stored.read(names)}
 
 
-def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
-    """Replace plain methods by the scheme's. The model is on the meta device.
+def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> Checkpoint:
+    """Replace plain methods by the scheme's, and return the checkpoint to load. The model is on the meta device.
 
-    Only the headers of the files are read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
+    The weights of a layer that no method serves are expanded in that checkpoint. Only the headers of the files are
+    read. Raises InvalidCheckpoint and UnsupportedModel, which name the tensors.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Weighted)}
     quantized = len(checkpoint.expanded)
-    for path, modules in _modules(model, checkpoint).items():
-        layer = layers.get(path)
-        if layer is None:
-            continue
+    found = {path: modules for path, modules in _modules(model, checkpoint).items() if path in layers}
+    unserved: dict[str, UnsupportedModel] = {}
+    for path, modules in found.items():
+        layer = layers[path]
         if scheme.at_load and (isinstance(layer, Embedding | OutputEmbedding) or layer.shard == "replicated"):
             continue
         methods = {name: scheme.method(name, tensors) for name, tensors in modules.items()}
-        method = _one(methods, path, checkpoint)
-        if method is None:
+        if not any(methods.values()):
             continue
-        first = next(iter(modules))
-        if layer.gelu:
-            raise UnsupportedModel(
-                f"{checkpoint.folder}: {short(first)} is of quantized experts with GELU, which are not implemented. "
-                f"Use a checkpoint that keeps the experts in 16 bits."
-            )
-        if isinstance(layer, Embedding):
-            raise UnsupportedModel(
-                f"{checkpoint.folder}: {short(first)} is a quantized token embedding, which is not implemented. Use a "
-                f"checkpoint that keeps the embedding in 16 bits."
-            )
         try:
-            layer.attach(method)
-            layer.expected_parts()
-        except InvalidCheckpoint as error:
-            raise InvalidCheckpoint(f"{checkpoint.folder}: {short(first)}: {error}.") from None
+            _attach(layer, methods, path, checkpoint)
+        except UnsupportedModel as error:
+            unserved[path] = error
         quantized += 1
     if not quantized:
         raise InvalidCheckpoint(
@@ -81,6 +79,48 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> None:
             f"is. Use the config.json of these weights, or remove its quantization_config."
         )
     logger.info("%s: %d of %d layers with a weight are quantized", checkpoint.folder, quantized, len(layers))
+    return _expanded(model, checkpoint, scheme, layers, found, unserved) if unserved else checkpoint
+
+
+def _attach(layer: Weighted, methods: Mapping[str, LinearMethod | None], path: str, checkpoint: Checkpoint) -> None:
+    """Give a layer the method of its modules. Raises InvalidCheckpoint, and UnsupportedModel if there is none."""
+    first, method = next(iter(methods)), _one(methods, path, checkpoint)
+    assert method is not None
+    if layer.gelu or isinstance(layer, Embedding):
+        what = "a token embedding" if isinstance(layer, Embedding) else "experts with GELU"
+        raise UnsupportedModel(
+            f"{checkpoint.folder}: {short(first)} is of {what}, which is not implemented for {method.name} weights. "
+            f"Use a checkpoint that keeps it in 16 bits."
+        )
+    try:
+        layer.attach(method)
+        layer.expected_parts()
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"{checkpoint.folder}: {short(first)}: {error}.") from None
+
+
+def _expanded(
+    model: DecoderLM,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    layers: Mapping[str, Weighted],
+    found: Mapping[str, Mapping[str, Mapping[str, Header]]],
+    unserved: Mapping[str, UnsupportedModel],
+) -> Checkpoint:
+    """Return the checkpoint with the weights of `unserved` layers expanded. Raises the layer's error if one cannot
+    be."""
+    # One op takes both products of experts.
+    experts = {path.rpartition(".")[0] for path in unserved if layers[path].num_experts is not None}
+    beside = [path for path in found if layers[path].num_experts is not None and path.rpartition(".")[0] in experts]
+    for path in {*unserved, *beside}:
+        layers[path].attach(UNQUANTIZED)
+    modules = {name: tensors for path in (*unserved, *beside) for name, tensors in found[path].items()}
+    for path, error in unserved.items():
+        methods = {name: scheme.method(name, tensors) for name, tensors in found[path].items()}
+        if not any(isinstance(method, Packed | Scaled) for method in methods.values()) or scheme.at_load:
+            raise error
+    model.expanded_modules = modules.keys()
+    return open_checkpoint(checkpoint.folder, scheme, model.expanded_modules)
 
 
 def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Mapping[str, Header]]]:

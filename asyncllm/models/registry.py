@@ -162,7 +162,7 @@ def open_model(
         check_log_scaling(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if scheme is not None:
-        attach(model, checkpoint, scheme)
+        checkpoint = attach(model, checkpoint, scheme)
     wanted = expected_numbers(model)
     # Integers may be packed, with several weights in each.
     stored = sum(

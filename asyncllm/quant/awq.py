@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
-from asyncllm.quant.packed import INT32_COLUMNS, INT32_ROWS, Decoded, Packed, pack, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_COLUMNS, INT32_ROWS, Decoded, Packed, pack, scale_dtype, shape_of, unpack
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -44,6 +44,10 @@ class Gemm(Packed):
             "scales": (groups, rows),
         }
 
+    def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
+        columns, words = shape_of(tensors, "qweight")
+        return words * _IN_WORD, columns
+
     def stored(self, suffix: str) -> Stored:
         return FLOATS if suffix == "bias" else Stored(axis=1) if suffix == "scales" else INT32_COLUMNS
 
@@ -67,6 +71,10 @@ class Gemv(Packed):
             "qzeros": (rows, padded),
             "scales": (rows, padded * _IN_WORD),
         }
+
+    def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
+        rows, words = shape_of(tensors, "qweight")
+        return rows, words * _IN_WORD
 
     def stored(self, suffix: str) -> Stored:
         return FLOATS if suffix in ("bias", "scales") else INT32_ROWS

@@ -14,7 +14,7 @@ from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.kernels.scaled import GROUP
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
 from asyncllm.quant.expansion import Expansion, expansion_of_codes, modules_of
-from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_ROWS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, shape_of, unpack
 from asyncllm.quant.scaled import holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
@@ -61,6 +61,10 @@ class PackQuantized(Packed):
         if not self.symmetric:
             shapes["weight_zero_point"] = (rows * self.bits // 32, groups)
         return {**shapes, "weight_g_idx": (columns,)} if self.ordered else shapes
+
+    def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
+        rows, words = shape_of(tensors, "weight_packed")
+        return rows, words * 32 // self.bits
 
     def stored(self, suffix: str) -> Stored:
         known = {

@@ -79,13 +79,14 @@ def expansion_of_codes(
     tensors: Mapping[str, Header],
     *,
     codes: str = "weight",
+    scale: str = "weight_scale",
     whole: str | None = None,
     divided: bool = False,
     zeros: bool = False,
     block: Block | None = None,
     left_out: Sequence[str] = (),
 ) -> Expansion:
-    """Return the weight of a module with `codes` and a `weight_scale`.
+    """Return the weight of a module with `codes` and a `scale`.
 
     Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with a
     scale for the tensor, the output feature or each `block`; or e4m3 with exponents in groups of 32 (MXFP8).
@@ -98,7 +99,7 @@ def expansion_of_codes(
         raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is no matrix.")
     paired = stored.dtype == "U8"
     rows, columns = stored.shape[0], stored.shape[1] * (2 if paired else 1)
-    exponents = "weight_scale" in tensors and tensors["weight_scale"].dtype in _EXPONENTS
+    exponents = scale in tensors and tensors[scale].dtype in _EXPONENTS
     if paired or exponents:
         block = (1, _MX_GROUP if exponents else _NVFP4_GROUP)
     shapes: list[Sequence[int]] = [(), (1,), (rows,), (rows, 1)]
@@ -107,19 +108,19 @@ def expansion_of_codes(
         # ModelOpt has an axis for what each block holds.
         shapes = [many, (many[0], 1, many[1], 1)]
     dtypes = _EXPONENTS if exponents else ("F8_E4M3",) if paired else _FLOATS
-    sources["weight_scale"] = expect(module, tensors, "weight_scale", dtypes, *shapes)
+    sources[scale] = expect(module, tensors, scale, dtypes, *shapes)
     if whole is not None:
         sources[whole] = expect(module, tensors, whole, ("F32",), (), (1,))
     if zeros:
-        shape = tensors["weight_scale"].shape
+        shape = tensors[scale].shape
         sources["weight_zero_point"] = expect(module, tensors, "weight_zero_point", ("I8",), shape)
     names = [f"{module}.{suffix}" for suffix in left_out if suffix in tensors]
-    expand = partial(_expand, codes=codes, whole=whole, divided=divided, block=block)
+    expand = partial(_expand, codes=codes, scale=scale, whole=whole, divided=divided, block=block)
     return Expansion(f"{module}.weight", (rows, columns), sources, expand, names)
 
 
 def _expand(
-    tensors: Mapping[str, Tensor], *, codes: str, whole: str | None, divided: bool, block: Block | None
+    tensors: Mapping[str, Tensor], *, codes: str, scale: str, whole: str | None, divided: bool, block: Block | None
 ) -> Tensor:
     stored = tensors[codes]
     if stored.dtype == torch.uint8:
@@ -127,7 +128,7 @@ def _expand(
         values = table[halves(stored).int()]
     else:
         values = stored.float()
-    scales = _numbers(tensors["weight_scale"])
+    scales = _numbers(tensors[scale])
     if whole is not None:
         scales = scales / tensors[whole].float() if divided else scales * tensors[whole].float()
         if not scales.isfinite().all():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored
-from asyncllm.quant.packed import INT32_COLUMNS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, unpack
+from asyncllm.quant.packed import INT32_COLUMNS, INT32_WHOLE, Decoded, Packed, pack, scale_dtype, shape_of, unpack
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -49,6 +49,10 @@ class GPTQWeights(Packed):
             "scales": (groups, rows),
         }
         return {**shapes, "g_idx": (columns,)} if self.has_groups else shapes
+
+    def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
+        words, rows = shape_of(tensors, "qweight")
+        return rows, words * 32 // self.bits
 
     def stored(self, suffix: str) -> Stored:
         known = {"bias": FLOATS, "scales": Stored(axis=1), "g_idx": INT32_WHOLE}

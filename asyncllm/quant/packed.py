@@ -23,7 +23,17 @@ from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import Activation, LinearMethod, Stored, Weighted, of_heads
 from asyncllm.quant.settings import Header
 
-__all__ = ["INT32_COLUMNS", "INT32_ROWS", "INT32_WHOLE", "Decoded", "Packed", "pack", "scale_dtype", "unpack"]
+__all__ = [
+    "INT32_COLUMNS",
+    "INT32_ROWS",
+    "INT32_WHOLE",
+    "Decoded",
+    "Packed",
+    "pack",
+    "scale_dtype",
+    "shape_of",
+    "unpack",
+]
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -84,6 +94,10 @@ class Packed(LinearMethod):
 
         Raises InvalidCheckpoint for sizes that the format cannot store.
         """
+
+    @abstractmethod
+    def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
+        """Return the output and input features of a part with these tensors; 0 where none says so."""
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Decoded:
@@ -254,6 +268,12 @@ def scale_dtype(header: Header | None) -> torch.dtype:
     """Return the dtype of the scales: the file's, since a conversion to the model's would change every weight of a
     group."""
     return _SCALE_DTYPES.get("" if header is None else header.dtype, torch.float32)
+
+
+def shape_of(tensors: Mapping[str, Header], suffix: str) -> tuple[int, int]:
+    """Return the shape of a matrix; zeros if there is none."""
+    header = tensors.get(suffix)
+    return (0, 0) if header is None or len(header.shape) != 2 else (header.shape[0], header.shape[1])
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:

@@ -19,6 +19,7 @@ from asyncllm.models.weights import plan_load, plan_update, stream_to
 from asyncllm.protocol import Sleep
 from tests.agent.tiny_model import Driver, prompt_of
 from tests.checkpoints import build_checkpoint
+from tests.quant import formats
 from tests.quant.expanded_formats import EXPANDED, Expanded
 from tests.quant.formats import change, is_projection, write_config
 from tests.quant.test_packed_weights import logits_of, open_cpu
@@ -123,6 +124,48 @@ def test_projections_of_several_formats(dense: Path, tmp_path: Path) -> None:
     }
     assert layers["layers.0.attn.out"] == "Scaled"
     assert layers["layers.0.mlp.down"] == layers["layers.0.attn.qkv"] == "Unquantized"
+
+
+SERVED: dict[str, formats.Format | formats.Eight] = {
+    "awq": formats.awq(32),
+    "awq-gemv": formats.awq(64, "gemv"),
+    "gptq": formats.gptq(4, 32, symmetric=False, second=True),
+    "gptq-ordered": formats.gptq(8, 32, shuffled=True),
+    "packed": formats.packed(4, 64, symmetric=False),
+    "int8": formats.smooth_quant(),
+    "fp8-block": formats.fp8("block"),
+    "fp8-static": formats.fp8("tensor", static=True),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_layers_that_a_method_does_not_serve(name: str, tmp_path: Path) -> None:
+    """Experts without a gate, and layers of which a part is plain; both have a method elsewhere."""
+    sizes = {"moe_intermediate_size": 64, "hidden_size": 64, "moe_latent_size": 64}
+    dense = build_checkpoint("nemotron_h_experts", tmp_path / "experts", **sizes)
+    folder = formats.write(dense, tmp_path / "model", SERVED[name], lambda each: ".experts." in each)
+    assert (logits_of(open_cpu(folder)) - logits_of(open_cpu(folder / "plain"))).abs().max() < 1e-4
+
+    dense = build_checkpoint("llama", tmp_path / "llama", **SIZES)
+    folder = formats.write(dense, tmp_path / "mixed", SERVED[name], lambda each: "k_proj.weight" in each)
+    assert (logits_of(open_cpu(folder)) - logits_of(open_cpu(folder / "plain"))).abs().max() < 1e-4
+    agent, prompt = open_agent(folder), prompt_of(19)
+    expected = Driver(agent).generate(0, prompt, 12)
+    agent.carry_out(Sleep(2))
+    agent.carry_out(EVERYTHING)
+    assert Driver(agent).generate(0, prompt, 12) == expected
+
+
+def test_an_embedding_of_four_bits(dense: Path, tmp_path: Path) -> None:
+    folder = formats.write(dense, tmp_path / "model", formats.gptq(4, 32), lambda each: "embed_tokens" in each)
+    assert torch.equal(logits_of(open_cpu(folder)), logits_of(open_cpu(folder / "plain")))
+
+
+def test_scales_of_an_expanded_layer_are_not_missing(dense: Path, tmp_path: Path) -> None:
+    folder = formats.write(dense, tmp_path / "model", formats.awq(32), lambda each: "k_proj.weight" in each)
+    change(folder, lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.scales"))
+    with pytest.raises(InvalidCheckpoint, match=r"k_proj\.scales' is missing"):
+        open_cpu(folder)
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4-nested", "nvfp4"])

@@ -221,15 +221,6 @@ DAMAGED: dict[str, tuple[str, Any, type[AsyncLLMError], str]] = {
         InvalidCheckpoint,
         rf"{DOWN}\.bias.*not zero",
     ),
-    "mixed": (
-        "awq-gemm-32",
-        lambda tensors: (
-            [tensors.pop(f"{K_PROJ}.{name}") for name in ("qweight", "qzeros", "scales")]
-            and tensors.update({f"{K_PROJ}.weight": torch.ones(64, 128)})
-        ),
-        UnsupportedModel,
-        "k_proj.*different ways",
-    ),
 }
 
 
