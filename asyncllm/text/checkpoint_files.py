@@ -235,6 +235,8 @@ def _added_tokens_file(folder: Path) -> dict[int, str]:
 def _ids(source: dict[str, Any], key: str, file: str) -> list[int]:
     value = source.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    # Many files write -1 for a token that there is not.
+    ids = [id_ for id_ in ids if id_ != -1]
     if not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise InvalidCheckpoint(
             f"{key} in {file} is {value!r}, but it is a token id or a list of token ids. Correct the file."

@@ -240,6 +240,7 @@ def test_a_saved_limit_neither_cuts_nor_pads(folder_of: Callable[[str], Path], t
     ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "config": {"eos_token_id": [9, 10]}}, (2, 9, 10)),
     ({"generation_config": {"do_sample": True}, "config": {"eos_token_id": [9, 10]}}, (9, 10)),
     ({"config": {"eos_token_id": [9, 10]}}, (9, 10)),
+    ({"config": {"eos_token_id": [9, -1]}, "generation_config": {"bos_token_id": -1, "eos_token_id": -1}}, (9,)),
     ({"config": {"text_config": {"eos_token_id": 9}}}, (9,)),
     ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, (2,)),
     ({"tokenizer_config": {"eos_token": "not in the vocabulary"}}, ()),
