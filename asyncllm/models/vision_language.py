@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.refused import Refused
 from asyncllm.models.vision.aya_vision import read_aya_vision, read_cohere2_vision
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid, read_multi_modality
 from asyncllm.models.vision.gemma3 import read_gemma3
@@ -27,6 +26,7 @@ from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
 from asyncllm.models.vision.qwen_vl import read_exaone4_5, read_omni, read_qwen3_5, read_qwen3_vl, read_qwen_vl
+from asyncllm.models.vision.refused import REFUSED_MODELS
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 
@@ -89,6 +89,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "LlavaLlamaForCausalLM": lambda hf: read_original_llava(hf, "llama"),
     "LlavaMistralForCausalLM": lambda hf: read_original_llava(hf, "mistral"),
     "LlavaNextForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
+    "LlavaNextVideoForConditionalGeneration": lambda hf: read_llava(hf, tiled=True),
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "LlavaQwenForCausalLM": lambda hf: read_original_llava(hf, "qwen2"),
     "Mistral3ForConditionalGeneration": read_mistral3,
@@ -141,6 +142,7 @@ VISION_MODELS: Mapping[str, str] = {
     "Yi-VL",
     "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral, as its authors published it",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it; Granite Vision 3.1 to 3.3",
+    "LlavaNextVideoForConditionalGeneration": "LLaVA-NeXT-Video 7B, 34B, of images",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
     "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
@@ -162,50 +164,3 @@ VISION_MODELS: Mapping[str, str] = {
     "VipLlavaForConditionalGeneration": "ViP-LLaVA 7B, 13B, as llava-hf has it",
 }
 """Architecture -> the models that use it."""
-
-
-_NEAREST_LLAVA = "LlavaNextForConditionalGeneration"
-_OWN_TOWER = "its tower is not written yet"
-
-_NOTHING = "there is nothing to hold it to"
-_NEITHER = "neither its tower nor its decoder is written yet"
-
-REFUSED_MODELS: Mapping[str, Refused] = {
-    "AriaForConditionalGeneration": Refused("Aria", _NEITHER, "Idefics3ForConditionalGeneration"),
-    "DeepseekOCR2ForCausalLM": Refused("DeepSeek-OCR 2", _OWN_TOWER, "DeepseekOCRForCausalLM"),
-    "Ernie4_5_VLMoeForConditionalGeneration": Refused(
-        "ERNIE 4.5 VL", "its experts for images are not written yet", "Qwen2_5_VLForConditionalGeneration"
-    ),
-    "FastVlmForConditionalGeneration": Refused("FastVLM", _OWN_TOWER, _NEAREST_LLAVA),
-    "Florence2ForConditionalGeneration": Refused(
-        "Florence-2", "its decoder attends to an encoder", "PaddleOCRVLForConditionalGeneration"
-    ),
-    "GOTQwenForCausalLM": Refused(
-        "GOT-OCR 2.0, as its authors published it", _NOTHING, "GotOcr2ForConditionalGeneration"
-    ),
-    "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
-    "Idefics2ForConditionalGeneration": Refused("Idefics2", _OWN_TOWER, "Idefics3ForConditionalGeneration"),
-    "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
-    "MGMGemmaForCausalLM": Refused("MGM 2B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
-    "MGMMixtralForCausalLM": Refused("MGM 8x7B", "its decoder is not tried with its towers", "MGMLlamaForCausalLM"),
-    "LlavaLlamaModel": Refused("VILA", _OWN_TOWER, _NEAREST_LLAVA),
-    "MiniCPMO": Refused("MiniCPM-o", "its parts that hear and speak are not told from the others", "MiniCPMV"),
-    "MiniCPMV4_6ForConditionalGeneration": Refused("MiniCPM-V 4.6", _OWN_TOWER, "MiniCPMV"),
-    "MllamaForConditionalGeneration": Refused(
-        "Llama 3.2 Vision", "its layers of cross attention keep images in a cache of another kind", _NEAREST_LLAVA
-    ),
-    "Molmo2ForConditionalGeneration": Refused(
-        "Molmo 2", "tokens of all images of its prompts see each other", "MolmoForCausalLM"
-    ),
-    "Ovis": Refused("Ovis 1.6, 2, as their authors published them", _NOTHING, "Ovis2ForConditionalGeneration"),
-    "Ovis2_5": Refused("Ovis 2.5", _NOTHING, "Qwen3VLForConditionalGeneration"),
-    "PaliGemmaForConditionalGeneration": Refused(
-        "PaliGemma", "its prompts' tokens see each other, texts too", "Gemma3ForConditionalGeneration"
-    ),
-    "PerceptionLMForConditionalGeneration": Refused("PerceptionLM", _OWN_TOWER, "InternVLForConditionalGeneration"),
-    "PixtralForConditionalGeneration": Refused(
-        "Pixtral as its authors published it", "its names are not read", "LlavaForConditionalGeneration"
-    ),
-    "Step3VLForConditionalGeneration": Refused("Step3", _NEITHER, "Glm4vMoeForConditionalGeneration"),
-}
-"""Architecture -> what is said of it."""

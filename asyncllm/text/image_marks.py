@@ -73,7 +73,9 @@ VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 UNSAID = frozenset({"cache_control", "modalities", "uuid"})
 """Keys of a part that have no effect here: Anthropic's, SGLang's and vLLM's."""
 _SOURCES = ("url", "data", "frames")
-PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *OPTIONS, *VIDEO_OPTIONS, *UNSAID})
+_BESIDE = ("path", "base64")
+"""Keys of a source beside the type, if it is no URL."""
+PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_BESIDE, *OPTIONS, *VIDEO_OPTIONS, *UNSAID})
 """All keys of a part that is an image or a video."""
 
 _MARKS = frozenset(KINDS)
@@ -110,8 +112,11 @@ def source_of(part: Mapping[str, Any], kind: str) -> Any:
     value = part.get(kind)
     if isinstance(value, dict):
         return next((value[name] for name in _SOURCES if name in value), None)
+    if value is not None:
+        return value
     # Next to the type, as in messages for transformers.
-    return part.get("url") if value is None else value
+    encoded = part.get("base64")
+    return f"data:;base64,{encoded}" if isinstance(encoded, str) else part.get("url", part.get("path"))
 
 
 def holds_images(prompt: Any) -> bool:
@@ -216,7 +221,7 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
     # Options are next to the URL or next to the type.
     given = {**part, **inner}
     given = {key: each for key, each in given.items() if each is not None}
-    options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *UNSAID}}
+    options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *_BESIDE, *UNSAID}}
     known = VIDEO_OPTIONS if is_video else OPTIONS
     unknown = sorted(map(str, options.keys() - known))
     if unknown:

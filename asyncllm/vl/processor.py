@@ -97,12 +97,12 @@ def _llava(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _llava_next(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _llava_next(fields: _Fields, settings: _Fields, where: str, token_id: int = 32000) -> ImageProcessor:
     vision = _tower_of(fields, "clip_vision_model")
     pinpoints = fields.get("image_grid_pinpoints") or PINPOINTS
     return AnyresProcessor(
         PictureSettings(settings, where),
-        token_id=image_token(fields, 32000),
+        token_id=image_token(fields, token_id),
         placeholder="<image>\n",
         side=vision["image_size"],
         patches=vision["image_size"] // vision["patch_size"],
@@ -452,6 +452,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "LlavaLlamaForCausalLM": _original_llava,
     "LlavaMistralForCausalLM": _original_llava,
     "LlavaNextForConditionalGeneration": _llava_next,
+    "LlavaNextVideoForConditionalGeneration": partial(_llava_next, token_id=32001),
     "LlavaOnevisionForConditionalGeneration": _onevision,
     "LlavaQwenForCausalLM": _original_llava,
     "Mistral3ForConditionalGeneration": _mistral3,

@@ -38,6 +38,14 @@ def _llava_next() -> Kind:
     return config, pictures, ["<image>"], None
 
 
+def _llava_next_video() -> Kind:
+    from transformers import LlavaNextVideoConfig
+
+    config, pictures, tokens, template = _llava_next()
+    fields = {key: each for key, each in config.to_dict().items() if key not in ("model_type", "architectures")}
+    return LlavaNextVideoConfig(**fields, video_token_index=IMAGE_ID + 1), pictures, [*tokens, "<video>"], template
+
+
 def _granite_vision() -> Kind:
     """LLaVA-NeXT whose tower is SigLIP, several layers of which are read, and whose decoder multiplies what it reads.
     Its logits are not divided, as the oracle of late leaves that out."""
@@ -500,6 +508,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     **NATIVE_KINDS,
     "llava": _llava,
     "llava_next": _llava_next,
+    "llava_next_video": _llava_next_video,
     "granite_vision": _granite_vision,
     "onevision": _onevision,
     "pixtral": _pixtral,

@@ -229,6 +229,8 @@ async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) ->
         {"type": "image_url", "image_url": str(tmp_path / "image.png")},
         {"type": "image_data", "image_data": {"data": image}},
         {"type": "image", "image": buffer.getvalue()},
+        {"type": "image", "path": str(tmp_path / "image.png")},
+        {"type": "image", "base64": base64.b64encode(buffer.getvalue()).decode()},
     ]
     answers = [await engine.generate([{"role": "user", "content": [part, text]}], GREEDY) for part in parts]
     answers += [await engine.generate(prompt, GREEDY) for prompt in (("what?", image), ("what?", [url]))]

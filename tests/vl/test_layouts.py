@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
-from asyncllm.models.registry import open_model
-from asyncllm.models.vision_language import REFUSED_MODELS
+from asyncllm.models.registry import families, open_model
+from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
 from asyncllm.vl.processor import open_processor
 from tests.vl import table
 from tests.vl.checkpoints import folder_of, picture
@@ -142,6 +142,16 @@ def test_families_that_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModel, match=f"{name}.*nearest"):
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_each_class_that_transformers_has_is_read_or_refused_by_name() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    # What acts, reads proteins and guesses blocks of tokens.
+    others = {"PI0ForConditionalGeneration", "EvollaForProteinText2Text", "DiffusionGemmaForBlockDiffusion"}
+    assert set(CLASSES.values()) <= {*VISION_MODELS, *REFUSED_MODELS, *families(), *others}
+    nearest = {each.nearest for each in REFUSED_MODELS.values()}
+    assert nearest <= set(VISION_MODELS)
 
 
 def test_the_page_of_models_is_that_of_the_code() -> None:

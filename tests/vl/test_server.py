@@ -85,6 +85,7 @@ async def test_spellings_of_other_servers_and_libraries() -> None:
         [{"image_url": {"url": url, "detail": None}, "modalities": "multi-images"}, {"text": "what?"}],
         [{"type": "image", "image": url}, text],
         [{"type": "image", "url": url}, text],
+        [{"type": "image", "base64": url.partition(",")[2]}, text],
         [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what?"}],
         [{"type": "input_image", "image_url": {"url": url}, "detail": "high"}, text],
     ]
@@ -92,6 +93,8 @@ async def test_spellings_of_other_servers_and_libraries() -> None:
         ({"type": "image_url", "image_url": url, "max_pixels": 16}, "max_pixels=16: this model's"),
         ({"type": "image", "image": url, "resized_height": 16}, "unknown option 'resized_height'"),
         ({"type": "input_image", "file_id": "a"}, "names nothing"),
+        ({"type": "image", "path": "/etc/hostname"}, "Files of the server are not read"),
+        ({"type": "image", "base64": "x.png"}, "is not base64"),
         ({"type": "image_url", "image_url": None, "uuid": "a"}, "names nothing"),
         ({"type": "image_url", "image_url": {"url": url.partition(",")[2]}}, "Put data:image/png;base64, in front"),
         ({"type": ["image_url"], "image_url": url}, "not a part"),
