@@ -87,6 +87,9 @@ class AttentionConfig:
 class Attention(Layer):
     """x [T, hidden] -> [T, hidden]. First writes the tokens' keys and values to the cache of layer `layer`."""
 
+    sees_ahead = True
+    """Whether tokens of a step that see each other do so here."""
+
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -226,7 +229,7 @@ class Attention(Layer):
                 q, cache, prefill, scale=self.scale, softcap=self.softcap, sinks=sinks, alibi=self.alibi, out=attended
             )
         assert attended is not None
-        for row, start, stop, kv_len in step.joint:
+        for row, start, stop, kv_len in step.joint if self.sees_ahead else ():
             attended[start:stop] = kernels.paged_joint_attention(
                 q[start:stop],
                 cache,

@@ -31,7 +31,7 @@ class Gemma4Config(LayerInputConfig, frozen=True, kw_only=True):
 
 @register(
     Gemma4ForCausalLM="Gemma 4 E2B, E4B, 26B-A4B, 31B: the text model",
-    Gemma4ForConditionalGeneration="the same in files that hold its towers too, which are left out",
+    Gemma4ForConditionalGeneration="the same in files that hold its towers too; that of sounds is left out",
     Gemma4UnifiedForCausalLM="Gemma 4 12B: the text model",
     Gemma4UnifiedForConditionalGeneration="the same in files that hold what embeds images too, which is left out",
 )
@@ -121,6 +121,7 @@ class Gemma4(LayerInputLM):
             layer_input_size=size,
             experts=_experts(hf, num_layers) if hf.flag("enable_moe_block", False) else None,
             layer_input_tokens=hf.integer("vocab_size_per_layer_input", 262144) if size else 0,
+            image_layer_token=hf.integer("pad_token_id", 0, minimum=0),
         )
 
     def attention(self, layer: int) -> Attention:
@@ -128,7 +129,10 @@ class Gemma4(LayerInputLM):
         if config.windows[layer] is not None:
             return super().attention(layer)
         heads = replace(self.attention_config(layer), num_kv_heads=config.full_kv_heads, head_dim=config.full_head_dim)
-        return self.own_or_borrowed(layer, heads, keys_as_values=config.keys_as_values)
+        attention = self.own_or_borrowed(layer, heads, keys_as_values=config.keys_as_values)
+        # An image's tokens see each other in windows alone.
+        attention.sees_ahead = False
+        return attention
 
     def mlp(self, layer: int) -> GatedMLP:
         config = self.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asyncllm.layers.attention import Attention, AttentionConfig
+from asyncllm.layers.images import IMAGE_ROWS
 from asyncllm.layers.layer_inputs import GatedLayerInput, LayerInputs
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
@@ -67,6 +68,8 @@ class LayerInputConfig(ModelConfig, frozen=True, kw_only=True):
     """Number of per-layer input features per token; 0: none."""
     layer_input_tokens: int
     """Number of rows of their table."""
+    image_layer_token: int = 0
+    """The token whose per-layer embedding the tokens of images take."""
 
 
 class LayerInputLM(DecoderLM):
@@ -88,7 +91,12 @@ class LayerInputLM(DecoderLM):
     def place(self, step: StepInputs) -> None:
         super().place(step)
         if self.layer_inputs is not None and step.layer_inputs is None:
-            step.layer_inputs = self.layer_inputs(step.input_ids, self.embed(step.input_ids, step), step)
+            ids = step.input_ids
+            embedded = self.embed(ids, step)
+            if self.vision is not None and step.image_features is not None:
+                embedded = self.vision.merge(embedded, step)
+                ids = ids.masked_fill(step[IMAGE_ROWS] >= 0, self.config.image_layer_token)
+            step.layer_inputs = self.layer_inputs(ids, embedded, step)
 
     @property
     def weight_map(self) -> WeightMap:

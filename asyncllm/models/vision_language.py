@@ -12,6 +12,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.aya_vision import read_aya_vision, read_cohere2_vision
 from asyncllm.models.vision.deepseek_vl_hybrid import read_deepseek_vl_hybrid, read_multi_modality
 from asyncllm.models.vision.gemma3 import read_gemma3
+from asyncllm.models.vision.gemma4 import read_gemma4
 from asyncllm.models.vision.glm4v import read_glm4v, read_glm_ocr
 from asyncllm.models.vision.got_ocr2 import read_got_ocr2
 from asyncllm.models.vision.idefics3 import read_idefics3
@@ -58,7 +59,7 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
     # Tensors that the decoder alone ignores may belong to the tower.
-    aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in vision.weights)]
+    aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in towers)]
     whole = [each for name in aside for each in prefixed(name)]
     return WeightMap({**rows, **towers}, ignored=ignored, aside=[*whole, *unused])
 
@@ -71,6 +72,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLHybridForConditionalGeneration": read_deepseek_vl_hybrid,
     "Exaone4_5_ForConditionalGeneration": read_exaone4_5,
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Gemma4ForConditionalGeneration": read_gemma4,
     "Glm46VForConditionalGeneration": read_glm4v,
     "Glm4vForConditionalGeneration": read_glm4v,
     "Glm4vMoeForConditionalGeneration": read_glm4v,
@@ -122,6 +124,7 @@ VISION_MODELS: Mapping[str, str] = {
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
     "Exaone4_5_ForConditionalGeneration": "EXAONE 4.5 33B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B: text and images",
     "Glm46VForConditionalGeneration": "GLM-4.6V-Flash, GLM-4.6V",
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Glm4vMoeForConditionalGeneration": "GLM-4.5V",

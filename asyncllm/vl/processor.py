@@ -18,6 +18,7 @@ from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
+from asyncllm.vl.processing.gemma4 import Gemma4Processor
 from asyncllm.vl.processing.idefics3 import SplitProcessor
 from asyncllm.vl.processing.lfm2_vl import SquaresProcessor
 from asyncllm.vl.processing.llama4 import CanvasProcessor
@@ -241,6 +242,20 @@ def _gemma3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
+def _gemma4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    token_id, text = image_token(fields, 258880), fields.get("text_config") or {}
+    texts = {int(number): text for text, number in added_tokens(Path(where).parent).items()}
+    usual = {"do_normalize": False, "image_mean": [0, 0, 0], "image_std": [1, 1, 1]}
+    return Gemma4Processor(
+        PictureSettings({**usual, **settings}, where),
+        token_id=token_id,
+        placeholder=texts.get(token_id, "<|image|>"),
+        before=[token_id_of(fields, "boi_token_id", 255999)],
+        after=[token_id_of(fields, "eoi_token_id", 258882)],
+        sees_whole=text.get("use_bidirectional_attention") == "vision",
+    )
+
+
 def _glm4v(fields: _Fields, settings: _Fields, where: str, token_id: int = 151343) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
     return FramesProcessor(
@@ -434,6 +449,7 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLHybridForConditionalGeneration": _deepseek_hybrid,
     "Exaone4_5_ForConditionalGeneration": _exaone4_5,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": partial(_glm4v, token_id=151363),
@@ -474,7 +490,10 @@ _FAMILIES: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "VipLlavaForConditionalGeneration": _llava,
 }
 
-_ALSO_TEXT = {**ALSO_TEXT, "Llama4ForConditionalGeneration": "vision_config"}
+_ALSO_TEXT = {
+    **ALSO_TEXT,
+    **dict.fromkeys(("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration"), "vision_config"),
+}
 """Class -> entry of config.json that it has only with a tower; without, its files have the decoder alone."""
 
 _OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM")

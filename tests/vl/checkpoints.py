@@ -63,6 +63,7 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     config, pictures, tokens, template = KINDS[kind]()
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     perturb(model, seed, offset=0.0 if kind.startswith("gemma") else 1.0)
+    _fill_buffers(model, seed)
     model.save_pretrained(folder)
     if kind in _AS_PUBLISHED:
         file = folder / "model.safetensors"
@@ -71,6 +72,17 @@ def build_vlm(kind: str, folder: Path, seed: int = 0) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
     write_tokenizer(folder, TEXT["vocab_size"], more=tokens, template=template)
     return folder
+
+
+def _fill_buffers(model: torch.nn.Module, seed: int) -> None:
+    """Give bounds and shifts of Gemma 4's tower, which are no parameters, values that count."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        last = name.rpartition(".")[2]
+        if last in ("input_min", "output_min", "input_max", "output_max"):
+            buffer.fill_((0.4 + torch.rand((), generator=generator).item()) * (-1 if last.endswith("min") else 1))
+        elif last in ("std_bias", "std_scale"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def _build_published(kind: str, folder: Path, seed: int) -> Path:
@@ -110,6 +122,11 @@ def image_processor_of(folder: Path) -> Any:
         return cohere2_pictures(fields)
     if fields["image_processor_type"] == "Lfm2VlImageProcessor":
         return lfm2_pictures(fields)
+    if fields["image_processor_type"] == "Gemma4ImageProcessor":
+        # It takes no other numbers than those of its checkpoints, of which the least is 70.
+        from transformers.models.gemma4 import image_processing_pil_gemma4
+
+        vars(image_processing_pil_gemma4)["_SUPPORTED_SOFT_TOKENS"] = (fields["max_soft_tokens"],)
     # Not torchvision's where that is installed: its resized pixels differ by one step of 255.
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
@@ -139,6 +156,8 @@ def oracle_of(folder: Path) -> Callable[[Sequence[int], Sequence[Image.Image]], 
             pictures["attention_mask"] = torch.ones_like(inputs)
             pictures.pop("mm_token_type_ids", None)
         pictures.pop("aspect_ratios", None)
+        if pictures.pop("num_soft_tokens_per_image", None) is not None:
+            pictures["mm_token_type_ids"] = (inputs == IMAGE_ID).int()
         if pictures.pop("num_crops", None) is not None:
             pictures["token_type_ids"] = (inputs == IMAGE_ID).int()
         result: Tensor = model(input_ids=inputs, **pictures).logits[0]

@@ -227,6 +227,62 @@ def _gemma3_scan() -> Kind:
     return config, {**pictures, **scan}, tokens, template
 
 
+def _gemma4() -> Kind:
+    """Bounded products, inputs of layers, and keys and values that layers share."""
+    from transformers import Gemma4Config
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 300,
+        "use_clipped_linears": True,
+    }
+    text = {
+        **TEXT,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 24,
+        "global_head_dim": 24,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+        "pad_token_id": 2,
+    }
+    config = Gemma4Config(
+        vision_config=tower,
+        text_config=text,
+        audio_config=None,
+        image_token_id=IMAGE_ID,
+        boi_token_id=IMAGE_ID + 1,
+        eoi_token_id=IMAGE_ID + 2,
+        video_token_id=319,
+        audio_token_id=318,
+    )
+    pictures = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 16,
+        "do_normalize": False,
+    }
+    return config, pictures, ["<|image|>", "<|image>", "<image|>"], None
+
+
+def _gemma4_vision() -> Kind:
+    """Images whose tokens see each other within windows that are shorter than they, and standardized features."""
+    config, pictures, tokens, template = _gemma4()
+    config.text_config.use_bidirectional_attention = "vision"
+    config.text_config.hidden_size_per_layer_input = config.text_config.num_kv_shared_layers = 0
+    config.vision_config.use_clipped_linears, config.vision_config.standardize = False, True
+    return config, pictures, tokens, template
+
+
 _GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 
 
@@ -522,6 +578,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "vip_llava": _vip_llava,
     "gemma3": _gemma3,
     "gemma3_scan": _gemma3_scan,
+    "gemma4": _gemma4,
+    "gemma4_vision": _gemma4_vision,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
     "got_ocr2": _got_ocr2,

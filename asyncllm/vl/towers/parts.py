@@ -56,7 +56,7 @@ def fold_squares(x: Tensor, fold: int) -> Tensor:
 
 def empty(*shape: int) -> nn.Parameter:
     """Return an unfilled parameter."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Dense(Owner):

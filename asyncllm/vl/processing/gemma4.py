@@ -1,0 +1,69 @@
+"""Images of any size for Gemma 4: scaled to about as many patches as allowed, in whole squares of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncllm.errors import InvalidMessage
+from asyncllm.prompt_image import ImageProcessor, PromptImage
+from asyncllm.vl.loading import load_image
+from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+
+__all__ = ["Gemma4Processor"]
+
+
+class Gemma4Processor(ImageProcessor):
+    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+
+    def __init__(
+        self,
+        settings: PictureSettings,
+        *,
+        token_id: int,
+        placeholder: str,
+        before: Sequence[int],
+        after: Sequence[int],
+        sees_whole: bool,
+    ) -> None:
+        """`sees_whole`: an image's tokens see each other."""
+        self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
+        self.before, self.after = before, after
+        self.patch = settings.integer("patch_size", 16, maximum=1024)
+        self.pool = settings.integer("pooling_kernel_size", 3, maximum=64)
+        self.most = settings.integer("max_soft_tokens", 280, maximum=2**14)
+        self.joint = self.most if sees_whole else 0
+
+    def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
+        refuse_options(options)
+        loaded, patch, pool = load_image(image), self.patch, self.pool
+        rows, columns = self._squares(loaded.height, loaded.width)
+        side = patch * pool
+        picture = np.asarray(resized(loaded, rows * side, columns * side, self.settings.resample))
+        cut = picture.reshape(rows, pool, patch, columns, pool, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+        patches = np.ascontiguousarray(cut).reshape(-1, patch, patch, 3)
+        return PromptImage(
+            length=rows * columns,
+            digest=digest_of(rows, columns, pixels=patches),
+            pixels=self.settings.numbers(patches).reshape(-1, 3, patch * patch),
+            pictures=((rows * pool, columns * pool),),
+            size=(loaded.height, loaded.width),
+            joint=self.joint > 0,
+        )
+
+    def _squares(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of squares. Raises InvalidMessage for an image that is too narrow for them."""
+        side = self.patch * self.pool
+        factor = math.sqrt(self.most * self.pool**2 * self.patch**2 / (height * width))
+        rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+        if rows == 0:
+            columns = min(width // height, self.most)
+        elif columns == 0:
+            rows = min(height // width, self.most)
+        rows, columns = max(rows, 1), max(columns, 1)
+        if rows * columns > self.most:
+            raise InvalidMessage(f"The image of {width} x {height} is too narrow for this model. Cut it into several.")
+        return rows, columns
