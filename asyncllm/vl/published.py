@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from asyncllm.errors import InvalidCheckpoint, short
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
@@ -27,7 +27,7 @@ from asyncllm.vl.processing.deepseek_ocr import WholeAndTilesProcessor
 from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
 from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
 from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
-from asyncllm.vl.processing.native import NativeProcessor
+from asyncllm.vl.processing.native import BoundedNativeProcessor, NativeProcessor
 from asyncllm.vl.processing.phi4 import PlainHdProcessor
 from asyncllm.vl.processing.qwen import FlatProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -126,14 +126,39 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
 
 
 def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    read = PictureSettings(settings, where, mean=HALVES, std=HALVES)
+    if settings.get("pad_input", False) is not True:
+        raise UnsupportedModel(f"{where}: pad_input is not true, and cut images are not implemented.")
+    token_id = token_id_of(fields, "media_placeholder_token_id", 163605)
+    return NativeProcessor(read, token_id=token_id, most=read.integer("in_token_limit", 4096), **_moonvit(fields))
+
+
+def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+    # Its authors' file has all of it in an object.
+    own = settings.get("media_proc_cfg") or {}
+    names = {"max_patches": "in_patch_limit", "longest": "patch_limit_on_one_side"}
+    flat = {**settings, "longest": (settings.get("size") or {}).get("max_height")}
+    flat |= {key: own[key] for key in ("image_mean", "image_std") if key in own}
+    flat |= {key: own[theirs] for key, theirs in names.items() if theirs in own}
+    read = PictureSettings(flat, where, mean=HALVES, std=HALVES)
+    key = "media_placeholder_token_id" if "media_placeholder_token_id" in fields else "image_token_id"
+    return BoundedNativeProcessor(
+        read,
+        token_id=token_id_of(fields, key, 163605),
+        most=read.integer("max_patches", 16384),
+        longest=read.integer("longest", 512, maximum=2**12),
+        **_moonvit(fields),
+    )
+
+
+def _moonvit(fields: _Fields) -> dict[str, int]:
+    """Return the sides of a patch in pixels and of a square in patches."""
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json")
     merge = vision.fields.get("merge_kernel_size", [2, 2])
-    return NativeProcessor(
-        PictureSettings(settings, where, mean=HALVES, std=HALVES),
-        token_id=token_id_of(fields, "media_placeholder_token_id", 163605),
-        patch=vision.integer("patch_size", 14, maximum=1024),
-        merge=merge[0] if isinstance(merge, list) else merge,
-    )
+    return {
+        "patch": vision.integer("patch_size", 14, maximum=1024),
+        "merge": merge[0] if isinstance(merge, list) else merge,
+    }
 
 
 def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -243,7 +268,9 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "DotsOCRForCausalLM": _dots_ocr,
     "InternLMXComposer2ForCausalLM": _xcomposer2,
+    "KimiK25ForConditionalGeneration": _kimi_k25,
     "KimiVLForConditionalGeneration": _kimi_vl,
+    "Kimi_K25ForConditionalGeneration": _kimi_k25,
     "MGMLlamaForCausalLM": _mgm,
     "MiniCPMV": _minicpm_v,
     "MiniGeminiLlamaForCausalLM": _mgm,

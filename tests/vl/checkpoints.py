@@ -21,8 +21,8 @@ from asyncllm import GenerationConfig, Response
 from tests.checkpoints import perturb, write_tokenizer
 from tests.vl.cohere2_pictures import cohere2_pictures
 from tests.vl.kinds import KINDS
-from tests.vl.lfm2_pictures import lfm2_pictures
 from tests.vl.llama4_pictures import llama4_pictures
+from tests.vl.pillow_pictures import kimi_pictures, lfm2_pictures
 from tests.vl.published.families import PUBLISHED
 from tests.vl.tiny_parts import IMAGE_ID, TEXT
 
@@ -48,7 +48,23 @@ def _transposed_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"qwen3_vl_moe": _transposed_experts}
+def _kimis_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers turns back of its names leaves some as in no published file."""
+    theirs = {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    }
+    own = {name: name for name in tensors}
+    for old, new in theirs.items():
+        own = {name: new + each.removeprefix(old) if each.startswith(old) else each for name, each in own.items()}
+    return {own[name]: tensor for name, tensor in tensors.items()}
+
+
+_AS_PUBLISHED: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "kimi_k25": _kimis_names,
+    "qwen3_vl_moe": _transposed_experts,
+}
 """Where published files have other tensors than transformers writes, and reads both."""
 
 
@@ -122,6 +138,8 @@ def image_processor_of(folder: Path) -> Any:
         return cohere2_pictures(fields)
     if fields["image_processor_type"] == "Lfm2VlImageProcessor":
         return lfm2_pictures(fields)
+    if fields["image_processor_type"] == "Kimi_K25ImageProcessor":
+        return kimi_pictures(fields)
     if fields["image_processor_type"] == "Gemma4ImageProcessor":
         # It takes no other numbers than those of its checkpoints, of which the least is 70.
         from transformers.models.gemma4 import image_processing_pil_gemma4

@@ -300,6 +300,29 @@ def guessing_exaone(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return fields, {**tensors, "mtp.layers.0.mlp.up_proj.weight": torch.zeros(48, 32)}
 
 
+def original_kimi(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    tower = fields["vision_config"]
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "media_placeholder_token_id": fields["image_token_id"],
+        "text_config": {**fields["text_config"], "model_type": "kimi_k2", "topk_method": "noaux_tc"},
+        "torch_dtype": "float32",
+        "vision_config": {
+            **{f"vt_{name}": tower[name] for name in sizes},
+            "init_pos_emb_height": tower["pos_emb_height"],
+            "init_pos_emb_width": tower["pos_emb_width"],
+            "merge_kernel_size": [2, 2],
+            "merge_type": "sd2_tpool",
+            "mm_projector_type": "patchmerger",
+            "patch_size": tower["patch_size"],
+            "pos_emb_type": "divided_fixed",
+            "projector_ln_eps": 1e-05,
+        },
+    }, tensors
+
+
 LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], str | None]] = [
     *((kind, flat, None) for kind in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "glm4v")),
     ("llava", moved_llava, None),
@@ -315,6 +338,7 @@ LAYOUTS: list[tuple[str, Callable[[Fields, Tensors], tuple[Fields, Tensors]], st
     ("internvl_6b", called("InternS1ForConditionalGeneration"), "InternS1ForConditionalGeneration"),
     ("lighton_ocr", called("LightOnOCRForConditionalGeneration"), "LightOnOCRForConditionalGeneration"),
     ("exaone4_5", guessing_exaone, None),
+    ("kimi_k25", original_kimi, "KimiK25ForConditionalGeneration"),
     ("glm_ocr", guessing_glm, None),
     ("qwen2_5_omni", whole_omni("Qwen2_5OmniModel"), "Qwen2_5OmniModel"),
     ("qwen2_5_omni", called("Qwen2_5OmniForConditionalGeneration"), "Qwen2_5OmniForConditionalGeneration"),

@@ -307,7 +307,59 @@ def _lfm2_vl() -> Kind:
     return config, pictures, ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *names], None
 
 
+def _kimi_k25() -> Kind:
+    """Images that are larger than allowed, and narrow ones that are longer."""
+    from transformers import Kimi_K25Config
+
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+    }
+    text = {
+        **{key: value for key, value in TEXT.items() if key != "head_dim"},
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    config = Kimi_K25Config(
+        vision_config=tower,
+        text_config=text,
+        projection_hidden_size=24,
+        image_token_id=IMAGE_ID,
+        video_token_id=319,
+        vision_start_token_id=IMAGE_ID + 1,
+        vision_end_token_id=IMAGE_ID + 3,
+        tie_word_embeddings=False,
+    )
+    pictures = {
+        "image_processor_type": "Kimi_K25ImageProcessor",
+        "patch_size": 4,
+        "max_patches": 60,
+        "size": {"max_height": 12, "max_width": 12},
+        "image_mean": [0.5, 0.4, 0.5],
+        "image_std": [0.5, 0.5, 0.3],
+    }
+    return config, pictures, ["<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"], None
+
+
 NATIVE_KINDS = {
+    "kimi_k25": _kimi_k25,
     "lfm2_vl": _lfm2_vl,
     "paddleocr_vl": _paddleocr_vl,
     "qwen2_vl": _qwen2_vl,

@@ -49,7 +49,7 @@ def test_pixels_are_those_of_transformers(kind: str) -> None:
             patches = tuple(theirs["image_grid_thw"][0, 1:].tolist())
             rows, columns = (each // 2 for each in patches)
             assert (prepared.grid, prepared.pictures) in (((rows, columns), ()), (None, (patches,))), size
-            if kind == "paddleocr_vl":
+            if kind in ("paddleocr_vl", "kimi_k25"):
                 expected = expected.reshape(rows, 2, columns, 2, -1).transpose(0, 2, 1, 3, 4)
             else:
                 expected = expected.reshape(len(expected), 3, 2, -1)
@@ -110,11 +110,11 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
     "kind",
     [
         partial(CenterProcessor, length=1, side=336),
-        partial(NativeProcessor, patch=14, merge=2),
+        partial(NativeProcessor, patch=14, merge=2, most=4096),
     ],
 )
 def test_a_line_is_not_blown_up(kind: Any) -> None:
-    settings = PictureSettings({"pad_input": True}, "x")
+    settings = PictureSettings({}, "x")
     options = {} if kind.func is NativeProcessor else {"placeholder": ""}
     for size in ((1, 2**22), (2**22, 1)):
         with pytest.raises(InvalidMessage, match="Cut it into several"):
@@ -299,6 +299,19 @@ def test_image_processors_of_llavas_like(changed: dict[str, Any], tmp_path: Path
         image = picture(seed, *size)
         expected = oracle([image], return_tensors="pt")["pixel_values"].numpy()
         assert np.abs(ours.prepare(image, {}).pixels - expected).max() < 1e-5, size
+
+
+def test_settings_of_kimis_authors_are_within_an_object(tmp_path: Path) -> None:
+    source = folder_of("kimi_k25")
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    own = {"in_patch_limit": fields["max_patches"], "patch_limit_on_one_side": 12, "patch_size": 4}
+    own |= {key: fields[key] for key in ("image_mean", "image_std")}
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": own}))
+    processors = [open_processor(folder) for folder in (source, tmp_path)]
+    for size in SIZES:
+        digests = {each.prepare(picture(1, *size), {}).digest for each in processors if each is not None}
+        assert len(digests) == 1, size
 
 
 def test_bars_have_the_mean_colour() -> None:

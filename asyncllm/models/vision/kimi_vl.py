@@ -1,16 +1,44 @@
-"""Kimi-VL: DeepSeek-V3's decoder behind MoonViT."""
+"""Kimi-VL, and Kimi-K2.5 with images: DeepSeek-V3's decoder behind MoonViT."""
 
 from __future__ import annotations
 
+import msgspec
+
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, part_of, square_of, text_of
+from asyncllm.models.vision.parts import Composed, expect_turns, part_of, square_of, text_of
 from asyncllm.vl.towers.moonvit import MoonViTConfig
 
-__all__ = ["read_kimi_vl"]
+__all__ = ["read_kimi_k25", "read_kimi_vl"]
+
+_PUBLISHED_NAMES = {
+    **{f"vt_{name}": name for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")},
+    **{f"init_pos_emb_{name}": f"pos_emb_{name}" for name in ("height", "width")},
+}
+"""Keys of `vision_config` as published -> as transformers has them."""
 
 
-def read_kimi_vl(hf: HFConfig) -> Composed:
-    text, _ = text_of(hf)
+def read_kimi_k25(hf: HFConfig) -> Composed:
+    hf.expect("projection_layer_norm_eps", 1e-5)
+    part = part_of(hf, "vision_config").named(_PUBLISHED_NAMES)
+    for key, only in (
+        ("merge_type", "sd2_tpool"),
+        ("mm_projector_type", "patchmerger"),
+        ("pos_emb_type", "divided_fixed"),
+        ("projector_hidden_act", "gelu"),
+        ("projector_ln_eps", 1e-5),
+        ("hidden_act", "gelu_pytorch_tanh"),
+    ):
+        part.expect(key, only)
+    expect_turns(part)
+    sides = {f"init_pos_emb_{name}": part.integer(f"pos_emb_{name}", 64) for name in ("height", "width")}
+    parts = read_kimi_vl(hf.changed({"vision_config": {**part.fields, **sides, "model_type": "moonvit"}}), tied=True)
+    names = ("mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2")
+    return parts._replace(vision=msgspec.structs.replace(parts.vision, projector=names))
+
+
+def read_kimi_vl(hf: HFConfig, *, tied: bool = False) -> Composed:
+    """Read config.json. `tied`: as of `text_of`."""
+    text, _ = text_of(hf, "deepseek_v3", tied=tied)
     text = text.changed({"num_nextn_predict_layers": text.fields.get("num_nextn_predict_layers", 0)})
     part = part_of(hf, "vision_config")
     part.expect("model_type", "moonvit")

@@ -9,7 +9,7 @@ from asyncllm.models.vision.deepseek_ocr import read_deepseek_ocr
 from asyncllm.models.vision.deepseek_vl2 import read_deepseek_vl2
 from asyncllm.models.vision.dots_ocr import read_dots_ocr
 from asyncllm.models.vision.eva import read_cogvlm, read_glm4v_9b
-from asyncllm.models.vision.kimi_vl import read_kimi_vl
+from asyncllm.models.vision.kimi_vl import read_kimi_k25, read_kimi_vl
 from asyncllm.models.vision.mgm import read_mgm
 from asyncllm.models.vision.minicpm_v import read_minicpm_v
 from asyncllm.models.vision.molmo import read_molmo
@@ -29,7 +29,9 @@ PUBLISHED_READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {
     "DeepseekVLV2ForCausalLM": read_deepseek_vl2,
     "DotsOCRForCausalLM": read_dots_ocr,
     "InternLMXComposer2ForCausalLM": read_xcomposer2,
+    "KimiK25ForConditionalGeneration": read_kimi_k25,
     "KimiVLForConditionalGeneration": read_kimi_vl,
+    "Kimi_K25ForConditionalGeneration": read_kimi_k25,
     "MGMLlamaForCausalLM": read_mgm,
     "MiniCPMV": read_minicpm_v,
     "MiniGeminiLlamaForCausalLM": read_mgm,
@@ -48,7 +50,9 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "DotsOCRForCausalLM": "dots.ocr 1.7B",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
+    "KimiK25ForConditionalGeneration": "Kimi-K2.5 and K2.6, of images, as their authors published them",
     "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
+    "Kimi_K25ForConditionalGeneration": "the same, as transformers has them",
     "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6, 4 and 4.5",
     "MiniGeminiLlamaForCausalLM": "the same, as they were called first",

@@ -70,14 +70,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     "InternS1ProForConditionalGeneration": Refused("Intern-S1-Pro", _NOTHING, "Qwen3VLMoeForConditionalGeneration"),
     "KeyeForConditionalGeneration": Refused("Keye-VL", _NOTHING, "Qwen3VLForConditionalGeneration"),
     "KeyeVL1_5ForConditionalGeneration": Refused("Keye-VL 1.5", _NOTHING, "Qwen3VLForConditionalGeneration"),
-    "Kimi_K25ForConditionalGeneration": Refused(
-        "the same, as transformers has them",
-        "its tower, which sees time, is not written yet",
-        "KimiVLForConditionalGeneration",
-    ),
-    "KimiK25ForConditionalGeneration": Refused(
-        "Kimi-K2.5, K2.6", "its tower, which sees time, is not written yet", "KimiVLForConditionalGeneration"
-    ),
     "Kosmos2_5ForConditionalGeneration": Refused("Kosmos-2.5", _QUERIES, "PaddleOCRVLForConditionalGeneration"),
     "Kosmos2ForConditionalGeneration": Refused("Kosmos-2", _QUERIES, _NEAREST_LLAVA),
     "Lfm3VlForConditionalGeneration": Refused("LFM3-VL", _NEITHER, "Lfm2VlForConditionalGeneration"),

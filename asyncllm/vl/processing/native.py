@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from asyncllm.errors import InvalidMessage, UnsupportedModel
+from asyncllm.errors import InvalidMessage
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.settings import PictureSettings, canvas_of, digest_of, refuse_options, resized
 
-__all__ = ["NativeProcessor"]
+__all__ = ["BoundedNativeProcessor", "NativeProcessor"]
 
 MAX_SIDE = 511
 """Patches."""
@@ -25,23 +25,23 @@ class NativeProcessor(ImageProcessor):
     """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
 
     placeholder = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    most_side = MAX_SIDE
+    """Patches along a side."""
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int) -> None:
-        """`merge`: patches along a side of a square. Raises UnsupportedModel."""
-        if settings.fields.get("pad_input", False) is not True:
-            raise UnsupportedModel(f"{settings.where}: pad_input is not true, and cut images are not implemented.")
+    def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int) -> None:
+        """`merge`: patches along a side of a square. `most`: patches of an image."""
         self.settings, self.token_id, self._patch, self._merge = settings, token_id, patch, merge
-        self._most = settings.integer("in_token_limit", 4096)
+        self._most = most
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
         loaded, patch, merge = load_image(image), self._patch, self._merge
         canvas = self._canvas(loaded)
         rows, columns = (each // (patch * merge) for each in (canvas.height, canvas.width))
-        if max(rows, columns) * merge > MAX_SIDE:
+        if max(rows, columns) * merge > self.most_side:
             raise InvalidMessage(
-                f"The image of {loaded.width} x {loaded.height} has more than {MAX_SIDE} patches along a side. Cut it "
-                f"into several."
+                f"The image of {loaded.width} x {loaded.height} has more than {self.most_side} patches along a side. "
+                f"Cut it into several."
             )
         numbers = self.settings.numbers(np.asarray(canvas))
         cut = numbers.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
@@ -60,7 +60,30 @@ class NativeProcessor(ImageProcessor):
             scale = math.sqrt(self._most / patches)
             width, height = max(1, int(image.width * scale)), max(1, int(image.height * scale))
             image = resized(image, height, width, self.settings.resample)
+        return self._filled(image)
+
+    def _filled(self, image: Image.Image) -> Image.Image:
         square = self._patch * self._merge
         canvas = canvas_of(-(-image.width // square) * square, -(-image.height // square) * square)
         canvas.paste(image)
         return canvas
+
+
+class BoundedNativeProcessor(NativeProcessor):
+    """Images are scaled down so that no side has too many patches either (Kimi-K2.5)."""
+
+    placeholder = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+
+    def __init__(
+        self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int, longest: int
+    ) -> None:
+        """`longest`: most patches along a side."""
+        super().__init__(settings, token_id=token_id, patch=patch, merge=merge, most=most)
+        self._longest, self.most_side = longest, -(-longest // merge) * merge
+
+    def _canvas(self, image: Image.Image) -> Image.Image:
+        patch, side = self._patch, self._longest * self._patch
+        patches = max(1, image.width // patch) * max(1, image.height // patch)
+        scale = min(1.0, math.sqrt(self._most / patches), side / image.height, side / image.width)
+        width, height = (min(max(1, int(each * scale)), side) for each in image.size)
+        return self._filled(resized(image, height, width, self.settings.resample))

@@ -31,6 +31,12 @@ class MoonViTConfig(BlocksConfig, frozen=True, kw_only=True):
     """Patches along a side of the square that becomes a token."""
     grid: tuple[int, int]
     """Rows and columns of the learned positions, which are stretched over an image."""
+    projector: tuple[str, str, str] = (
+        "multi_modal_projector.pre_norm",
+        "multi_modal_projector.linear_1",
+        "multi_modal_projector.linear_2",
+    )
+    """The checkpoint's modules of the projector: its norm and its two products."""
 
     def build(self, hidden_size: int) -> MoonViTTower:
         return MoonViTTower(self, hidden_size)
@@ -48,9 +54,10 @@ class MoonViTConfig(BlocksConfig, frozen=True, kw_only=True):
             f"{block}.mlp.fc0": f"{own}.up",
             f"{block}.mlp.fc1": f"{own}.down",
             "vision_tower.encoder.final_layernorm": "vision.last_norm",
-            "multi_modal_projector.pre_norm": "vision.merger.norm",
-            "multi_modal_projector.linear_1": "vision.merger.first",
-            "multi_modal_projector.linear_2": "vision.merger.second",
+            **{
+                theirs: f"vision.merger.{name}"
+                for theirs, name in zip(self.projector, ("norm", "first", "second"), strict=True)
+            },
         }
 
 
