@@ -24,7 +24,7 @@ from asyncllm.errors import (
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
-from asyncllm.text.part_contents import PartContents
+from asyncllm.text.part_contents import PartContents, with_own_places, written_for_media
 from asyncllm.text.templates import AHEAD_OF_CHECKPOINTS, MODELS, builtin_name
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tool_history import ToolHistory
@@ -350,6 +350,8 @@ class _JinjaRenderer:
 
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template: JinjaTemplate | PartContents = template
+        self._own_places: Mapping[str, str] = {}
+        """What the template writes for images among parts, if it is given texts with marks."""
         self.variables = template.options
         self.source: str | None = template.source
         self.reads_tools = template.reads_tools
@@ -359,6 +361,8 @@ class _JinjaRenderer:
             self._template = PartContents(template)
             if not self._writes(PROBE):
                 self._template = template
+        else:
+            self._own_places = written_for_media(template)
         self.end_of_turn = self._end_of_turn(special)
         """The special token that the template writes after an answer. Not every checkpoint lists it as an end token."""
 
@@ -372,7 +376,8 @@ class _JinjaRenderer:
 
     def _write(self, messages: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]) -> str:
         """Return the text of messages whose contents are texts."""
-        return self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
+        text = self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
+        return with_own_places(text, self._own_places)
 
     def _writes(self, content: str) -> bool:
         """Return whether the template writes a user's content unchanged."""

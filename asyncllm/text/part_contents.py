@@ -9,7 +9,7 @@ from asyncllm.errors import InvalidMessage
 from asyncllm.text.image_marks import KINDS, OWN_END, parts_of
 from asyncllm.text.jinja_template import JinjaTemplate
 
-__all__ = ["PartContents"]
+__all__ = ["PartContents", "with_own_places", "written_for_media"]
 
 _AROUND = ("0", "1")
 """Texts before and after an image, used to find out what is written for it."""
@@ -24,13 +24,13 @@ class PartContents:
 
     def __init__(self, template: JinjaTemplate) -> None:
         self._template = template
-        self._written = {mark: self._written_for(kind) for mark, kind in KINDS.items()}
+        self._written = written_for_media(template)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         """Return the text. Contents of messages are texts with marks. Raises InvalidMessage."""
-        known = {mark: KINDS[mark] for mark, written in self._written.items() if written}
+        known = {mark: KINDS[mark] for mark in self._written}
         parted = [{**each, "content": parts_of(each["content"] or "", known)} for each in messages]
         text = self._template.render(parted, add_generation_prompt=add_generation_prompt, variables=variables)
         for mark, written in self._written.items():
@@ -40,21 +40,37 @@ class PartContents:
                 text = text.replace(written, f"{mark}{written}{OWN_END}")
         return text
 
-    def _written_for(self, kind: str) -> str:
-        """Return what the template writes for an image between two texts; empty if it omits images."""
-        before, behind = ({"type": "text", "text": text} for text in _AROUND)
-        try:
-            without, text = (
-                self._template.render(
-                    [{"role": "user", "content": [before, *image, behind]}], add_generation_prompt=False, variables={}
-                )
-                for image in ([], [{"type": kind}])
+
+def written_for_media(template: JinjaTemplate) -> Mapping[str, str]:
+    """Return by mark what a template writes for an image or a video among the parts of a message, if anything."""
+    written = {mark: _written_for(template, kind) for mark, kind in KINDS.items()}
+    return {mark: text for mark, text in written.items() if text}
+
+
+def with_own_places(text: str, written: Mapping[str, str]) -> str:
+    """Return a rendered text with `written_for_media` after each mark, up to `OWN_END`."""
+    for mark, own in written.items():
+        text = text.replace(mark, f"{mark}{own}{OWN_END}")
+    return text
+
+
+def _written_for(template: JinjaTemplate, kind: str) -> str:
+    """Return what the template writes for an image between two texts; empty if it omits images."""
+    before, behind = ({"type": "text", "text": text} for text in _AROUND)
+    try:
+        without, text = (
+            template.render(
+                [{"role": "user", "content": [before, *image, behind]}], add_generation_prompt=False, variables={}
             )
-        except InvalidMessage:
-            return ""
-        start = _shared(without, text)
-        end = _shared(without[start:][::-1], text[start:][::-1])
-        return text[start : len(text) - end]
+            for image in ([], [{"type": kind}])
+        )
+    except InvalidMessage:
+        return ""
+    if repr("type") in without:
+        return ""  # It writes the list itself down: it knows no parts.
+    start = _shared(without, text)
+    end = _shared(without[start:][::-1], text[start:][::-1])
+    return text[start : len(text) - end]
 
 
 def _shared(one: str, other: str) -> int:

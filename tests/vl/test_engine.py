@@ -83,6 +83,31 @@ async def test_templates_of_parts_have_the_familys_places(kind: str) -> None:
     assert len(ids[0]) > 20
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "kimi_k25"])
+async def test_an_image_has_the_space_that_the_template_writes_around_it(kind: str) -> None:
+    place = {
+        "gemma4": r"\n\n<|image|>\n\n",
+        "kimi_k25": r"<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n",
+    }
+    parts = (
+        "{% for part in m.content %}{% if part.type == 'image' %}{{ '" + place[kind] + "' }}"
+        "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    )
+    text = "{{ m.content }}{% else %}"
+    sources = (
+        "{% for m in messages %}{{ m.role }}:" + parts + "{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}" + text + parts + "{% endif %}{% endfor %}",
+    )
+    ids = []
+    for source in sources:
+        template = ChatTemplateConfig(chat_template=source)
+        async with AsyncEngine(str(folder_of(kind)), config(), chat_template_config=template) as engine:
+            ids.append(await engine.encode(message("what?", picture(1), picture(2))))
+            newlines = await engine.encode("\n\n", do_preprocess=False, add_bos=False)
+    assert ids[0] == ids[1]
+    assert set(newlines) & set(ids[0])
+
+
 async def test_equal_images_share_blocks_and_others_never(engine: AsyncEngine, encoded: list[int]) -> None:
     prompt = message("what is it?", picture(1))
     first = await engine.generate(prompt, GREEDY)
