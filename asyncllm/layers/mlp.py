@@ -10,7 +10,6 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
-from asyncllm.errors import UnsupportedModel
 from asyncllm.kernels import RoundedRows, Rounding
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear, MergedLinear
@@ -72,9 +71,11 @@ class SparseMLP(GatedMLP):
     def __init__(self, *sizes: int, deviations: float, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.deviations = deviations
+        self.ranks: RankGroup | None = None
+        """Those that have the other features."""
 
     def divide(self, group: RankGroup) -> None:
-        raise UnsupportedModel("The model compares the gates of all features together. Use tp=1.")
+        self.ranks = group
 
     def rounding(self, step: StepInputs) -> Rounding | None:
         return None
@@ -83,7 +84,13 @@ class SparseMLP(GatedMLP):
         product = self.gate_up(x, step)
         gate = product[:, : product.shape[1] // 2]
         wide = gate.float()
-        deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+        if self.ranks is None:
+            deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+        else:
+            # Ranks have as many features each, so that the mean of all is the mean of theirs.
+            mean = self.ranks.add_up(wide.mean(-1, keepdim=True)) / self.ranks.size
+            variance = self.ranks.add_up((wide - mean).square().mean(-1, keepdim=True)) / self.ranks.size
+            deviation = variance.sqrt()
         gate.copy_((wide - mean - self.deviations * deviation).relu_())
         out: Tensor = self.down(_GATES[self.activation](product), step)
         return out
