@@ -57,8 +57,10 @@ class Cohere2MoE(Cohere2):
         config = Cohere.configure(with_theta(hf), architecture)
         num_layers, dense = config.num_layers, leading_dense(hf, config.num_layers, 0)
         first, every = hf.integer("prefix_dense_sliding_window_pattern", 1), hf.integer("sliding_window_pattern", 4)
-        sliding = [(layer + 1) % first != 0 for layer in range(dense)]
-        sliding += [(layer + 1) % every != 0 for layer in range(num_layers - dense)]
+        # Which layers slide follows from this entry, even where another says which have experts.
+        ahead = hf.integer("first_k_dense_replace", 0, minimum=0, maximum=num_layers)
+        sliding = [(layer + 1) % first != 0 for layer in range(ahead)]
+        sliding += [(layer + 1) % every != 0 for layer in range(num_layers - ahead)]
         windows = hf.windows(num_layers, hf.optional_integer("sliding_window", 4096), sliding)
         # Dense layers that all see every position are turned nonetheless.
         turned = [window is not None or (layer < dense and first == 1) for layer, window in enumerate(windows)]

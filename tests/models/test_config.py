@@ -442,6 +442,15 @@ def test_command_models_have_bases_of_their_own(tmp_path: Path, name: str) -> No
     assert rope.theta == (500000.0 if name == "CohereForCausalLM" else 10000.0)
 
 
+@pytest.mark.parametrize(("ahead", "sliding"), [(ABSENT, [0, 2, 4]), (1, [1, 3])], ids=["absent", "one"])
+def test_windows_of_command_a_plus_begin_behind_its_dense_layers(
+    tmp_path: Path, ahead: Any, sliding: list[int]
+) -> None:
+    kinds = {"mlp_layer_types": ["dense"] + ["sparse"] * 4, "first_k_dense_replace": ahead}
+    windows = read(tmp_path, kinds, tiny("Cohere2MoeForCausalLM")).windows
+    assert [layer for layer, window in enumerate(windows) if window is not None] == sliding
+
+
 @pytest.mark.parametrize(("name", "factor"), [("Ministral3ForCausalLM", 16.0), ("Mistral4ForCausalLM", 128.0)])
 @pytest.mark.parametrize("scaling", [ABSENT, None], ids=["absent", "null"])
 def test_late_models_of_mistral_stretch_where_nothing_is_said(
