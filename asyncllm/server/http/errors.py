@@ -215,30 +215,37 @@ def _named(param: str | None, prompt: str) -> str | None:
 
 
 ELSEWHERE = {
-    "files": "No files are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; images "
-    "are sent in messages.",
-    "batches": "No batches are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; or "
-    "send them all at once: the server queues them.",
-    "audio": "Audio is not implemented. Send text or images.",
-    "images": "Images are not made here. Models that see take them in messages.",
-    "messages": "No batches of messages are kept here. Send them all at once to /v1/messages: the server queues them.",
-    "moderations": "Moderation is not implemented.",
-    "fine_tuning": "Nothing is trained here. Adapters that were trained elsewhere are served with --adapters.",
-    "assistants": "Assistants are not implemented. /v1/responses keeps conversations, and calls functions.",
-    "threads": "Threads are not implemented. /v1/responses keeps conversations.",
-    "conversations": "Conversations of this API are not implemented. Send previous_response_id to /v1/responses.",
-    "vector_stores": "Nothing is searched here. /v1/embeddings makes vectors for a store of your own.",
-    "responses/compact": "Responses are not made shorter. Send the input that shall be kept.",
-    "realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
+    "v1/files": "No files are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; "
+    "images are sent in messages.",
+    "v1/batches": "No batches are kept here. `asyncllm batch INPUT OUTPUT` answers a file of OpenAI's batch requests; "
+    "or send them all at once: the server queues them.",
+    "v1/audio": "Audio is not implemented. Send text or images.",
+    "v1/images": "Images are not made here. Models that see take them in messages.",
+    "v1/messages": "No batches of messages are kept here. Send them all at once to /v1/messages: the server queues "
+    "them.",
+    "v1/moderations": "Moderation is not implemented.",
+    "v1/fine_tuning": "Nothing is trained here. Adapters that were trained elsewhere are served with --adapters.",
+    "v1/assistants": "Assistants are not implemented. /v1/responses keeps conversations, and calls functions.",
+    "v1/threads": "Threads are not implemented. /v1/responses keeps conversations.",
+    "v1/conversations": "Conversations of this API are not implemented. Send previous_response_id to /v1/responses.",
+    "v1/vector_stores": "Nothing is searched here. /v1/embeddings makes vectors for a store of your own.",
+    "v1/responses/compact": "Responses are not made shorter. Send the input that shall be kept.",
+    "v1/realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
+    "nodes": "This is no proxy. Give the servers' addresses to a balancer of your own; /health/ready is for it.",
+    "abort_request": "Close the connection to abort an answer.",
+    "update_weights": "Weights are replaced by the program that owns the engine, with update_weights().",
+    "distserve": "KV blocks are not handed to other servers.",
+    "docs": "The page at / shows the routes and tries them.",
+    "redoc": "The page at / shows the routes and tries them.",
 }
-"""OpenAI's routes below /v1 that are not implemented -> what to do instead."""
+"""Routes of OpenAI's and LMDeploy's that are not implemented -> what to do instead."""
 
 
 def no_route(path: str, error: web.HTTPException) -> ApiError:
     """Return the error for a path without a route, or a method that the route lacks."""
-    version, _, name = path.strip("/").partition("/")
-    names = [name, name.partition("/")[0]] if error.status == 404 else [name]
-    instead = next((ELSEWHERE[each] for each in names if version == "v1" and each in ELSEWHERE), None)
+    parts = path.strip("/").split("/")
+    names = ["/".join(parts[:count]) for count in ((3, 2, 1) if error.status == 404 else (len(parts),))]
+    instead = next((ELSEWHERE[each] for each in names if each in ELSEWHERE), None)
     if instead is not None:
         return ApiError(404, f"There is no such route. {instead}", code="unsupported_route")
     if error.status == 404:
