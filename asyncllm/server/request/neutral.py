@@ -34,6 +34,8 @@ _STATES = "Hidden states are not sent. Leave it out."
 _CONTEXT = "A context that is full is not shifted. Leave it out."
 _TIMINGS = "Timings are in /metrics. Leave it out."
 _ELSEWHERE = "The route does not implement it. Leave it out, or use /v1/chat/completions or /v1/completions."
+_IN_CHATS = "The route does not implement it. Leave it out, or use /v1/chat/completions."
+_IN_COMPLETIONS = "The route does not implement it. Leave it out, or use /v1/completions."
 _MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
@@ -60,7 +62,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "response_format": Neutral("OpenAI, LMDeploy, vLLM, SGLang, llama.cpp", ({"type": "text"},), _GRAMMAR),
     "audio": Neutral("OpenAI", (), _ANSWERS),
     "modalities": Neutral("OpenAI", (["text"],), _ANSWERS),
-    "reasoning_effort": Neutral("OpenAI, LMDeploy, vLLM, SGLang", (), _ELSEWHERE),
+    "reasoning_effort": Neutral("OpenAI, LMDeploy, vLLM, SGLang", (), _IN_CHATS),
     "web_search_options": Neutral("OpenAI", (), "The server does not search the web. Leave it out."),
     "background": Neutral("OpenAI", (False,), _WAITS),
     "background_options": Neutral("OpenAI", (), _WAITS),
@@ -208,7 +210,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "penalize_newline": Neutral("Ollama", (True,), "Penalties count line ends as any token. Leave it out."),
     "tfs_z": Neutral("Ollama", (1.0,), _SAMPLER),
     # Implemented, though not by every route.
-    "echo": Neutral("OpenAI, vLLM", (False,), _ELSEWHERE),
+    "echo": Neutral("OpenAI, vLLM", (False,), _IN_COMPLETIONS),
     "frequency_penalty": Neutral("OpenAI, vLLM, SGLang", (0.0,), _ELSEWHERE),
     "logit_bias": Neutral("OpenAI, LMDeploy, vLLM", ({}, []), _ELSEWHERE),
     "logprobs": Neutral("OpenAI, LMDeploy, vLLM", (False, 0), _ELSEWHERE),
@@ -220,7 +222,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "return_token_ids": Neutral("vLLM, SGLang, LMDeploy", (False,), _ELSEWHERE),
     "stream": Neutral("OpenAI", (False,), "The route does not stream. Leave it out."),
     "stream_options": Neutral("OpenAI, vLLM", (), _ELSEWHERE),
-    "top_logprobs": Neutral("OpenAI, LMDeploy, vLLM", (0,), _ELSEWHERE),
+    "top_logprobs": Neutral("OpenAI, LMDeploy, vLLM", (0,), _IN_CHATS),
 }
 
 

@@ -70,6 +70,13 @@ def test_no_field_of_openai_lacks_a_policy(module: Any, kind: type[msgspec.Struc
     assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
 
 
+def test_the_routes_that_a_refusal_names_take_the_field() -> None:
+    kinds = {path: kind for kind, (path, _) in PATHS.items()}
+    for name, neutral in NEUTRAL.items():
+        for path in re.findall(r"/v1/[a-z/]*[a-z]", neutral.why.partition(", or use ")[2]):
+            assert name in kinds[path].__struct_fields__, (name, path)
+
+
 def test_every_field_of_a_body_is_implemented() -> None:
     for kind in PATHS:
         assert [field.name for field in msgspec.structs.fields(kind) if field.type is Any] == []
