@@ -37,6 +37,7 @@ from asyncllm.types import (
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+    from os import PathLike
 
     from torch import Tensor
 
@@ -64,7 +65,7 @@ DIRECT_OPTIONS = {
 
 
 def pipeline(
-    model_path: str,
+    model_path: str | PathLike[str],
     model_name: str | None = None,
     backend_config: EngineConfig | None = None,
     chat_template_config: ChatTemplateConfig | str | None = None,
@@ -129,7 +130,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str | PathLike[str],
         backend_config: EngineConfig | None = None,
         chat_template_config: ChatTemplateConfig | str | None = None,
         **parts: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Self
 
 from asyncllm.config import EngineConfig
@@ -14,7 +15,7 @@ class TurboMind(Pipeline):
     """The class that programs use to score token ids. It loads a model, and creates instances of itself."""
 
     @classmethod
-    def from_pretrained(cls, model_path: str, engine_config: EngineConfig | None = None) -> Self:
+    def from_pretrained(cls, model_path: str | PathLike[str], engine_config: EngineConfig | None = None) -> Self:
         return cls(model_path, engine_config)
 
     def create_instance(self) -> Self:

@@ -106,6 +106,11 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match=next(iter(options))):
             ask(pipe, "ping", **options)
 
+    @pytest.mark.parametrize("template", [None, 5, "no\0file", "[]"])
+    def test_what_is_no_template(self, template: Any) -> None:
+        with pytest.raises(InvalidParameter, match="JSON"):
+            ChatTemplateConfig.from_json(template)
+
     def test_how_to_sample_is_said_in_a_config(self, pipe: FakePipeline) -> None:
         with pytest.raises(InvalidParameter, match=r"Pass gen_config=GenerationConfig\(temperature=") as caught:
             ask(pipe, "ping", temperature=0.5)

@@ -79,6 +79,7 @@ def test_registered_template_sample(run: Runner) -> None:
 def test_json_template_sample(tmp_path: Path, tiny_checkpoint: Path) -> None:
     file = tmp_path / "template.json"
     file.write_text(TEMPLATE_JSON, encoding="utf-8")
+    assert ChatTemplateConfig.from_json(file) == ChatTemplateConfig.from_json(TEMPLATE_JSON)
     with pipeline(str(tiny_checkpoint), chat_template_config=ChatTemplateConfig.from_json(str(file))) as pipe:
         prompt = pipe.prepare_inputs("hi")["input_ids"]
         assert pipe.tokenizer.decode(prompt, skip_special_tokens=False) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,16 +71,18 @@ class ChatTemplateConfig(Settings, frozen=True):
         return text
 
     @classmethod
-    def from_json(cls, file_or_text: str) -> ChatTemplateConfig:
+    def from_json(cls, file_or_text: str | os.PathLike[str]) -> ChatTemplateConfig:
         """Read a JSON file, or JSON text. Raises InvalidParameter if it is neither, or has wrong fields."""
-        text = file_or_text
-        if not file_or_text.lstrip().startswith("{"):
+        if not isinstance(file_or_text, str | os.PathLike):
+            raise InvalidParameter(f"A chat template is a JSON file or JSON text, not {type(file_or_text).__name__}.")
+        text = os.fspath(file_or_text)
+        if not text.lstrip().startswith("{"):
             try:
-                with open(file_or_text, encoding="utf-8") as file:
+                with open(text, encoding="utf-8") as file:
                     text = file.read()
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:
                 raise InvalidParameter(
-                    f"Cannot read the chat template file {file_or_text!r} ({type(error).__name__}). "
+                    f"Cannot read the chat template file {text!r} ({type(error).__name__}). "
                     f"Give the path of a JSON file, or JSON text that begins with '{{'."
                 ) from None
         try:

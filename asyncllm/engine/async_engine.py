@@ -6,6 +6,7 @@ async for chunk <── Generation <── Delivery <── EngineLoop
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -59,7 +60,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str],
         backend_config: EngineConfig | None = None,
         chat_template_config: ChatTemplateConfig | str | None = None,
         *,
@@ -74,6 +75,8 @@ class AsyncEngine:
         `tokenizer` and `chat_template` replace the ones that `start` would load from the model's folder; `scheduler`
         replaces the Scheduler class.
         """
+        if isinstance(model_path, os.PathLike):
+            model_path = os.fspath(model_path)
         if not isinstance(model_path, str) or not model_path:
             raise InvalidParameter(f"model_path must be a non-empty str, not {model_path!r}.", "model_path")
         self.model_path = model_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ __all__ = ["client", "serve"]
 
 
 def serve(
-    model_path: str,
+    model_path: str | os.PathLike[str],
     model_name: str | None = None,
     backend: str | None = None,
     backend_config: EngineConfig | None = None,
@@ -62,7 +63,7 @@ def serve(
     }
     return start(
         Settings(
-            model_path,
+            os.fspath(model_path) if isinstance(model_path, os.PathLike) else model_path,
             ServerConfig.from_dict(fields).checked(),
             engine_config.checked(),
             (chat_template_config or ChatTemplateConfig()).checked(),

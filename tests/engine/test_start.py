@@ -164,3 +164,8 @@ async def test_a_model_that_is_lost_meanwhile() -> None:
     with pytest.raises(ModelError, match="lost while the engine started: rank 0 was ended"):
         await AsyncEngine("fake", **{**fake_parts(), "executor": executor}).start()
     assert_closed(executor)
+
+
+async def test_a_folder_is_named_by_a_path_too() -> None:
+    async with AsyncEngine(Path("/models/fake-chat/"), **fake_parts()) as engine:
+        assert (engine.model_path, engine.model_name) == ("/models/fake-chat", "fake-chat")
