@@ -59,7 +59,15 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> Checkpoi
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Weighted)}
     quantized = len(checkpoint.expanded)
-    found = {path: modules for path, modules in _modules(model, checkpoint).items() if path in layers}
+    every = _modules(model, checkpoint)
+    found = {path: modules for path, modules in every.items() if path in layers}
+    # Towers and projectors have layers of their own kinds.
+    aside = {
+        name: tensors
+        for path, modules in every.items()
+        for name, tensors in modules.items()
+        if path not in layers and not scheme.at_load and scheme.method(name, tensors) is not None
+    }
     unserved: dict[str, UnsupportedModel] = {}
     for path, modules in found.items():
         layer = layers[path]
@@ -79,7 +87,10 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> Checkpoi
             f"is. Use the config.json of these weights, or remove its quantization_config."
         )
     logger.info("%s: %d of %d layers with a weight are quantized", checkpoint.folder, quantized, len(layers))
-    return _expanded(model, checkpoint, scheme, layers, found, unserved) if unserved else checkpoint
+    if not unserved and not aside:
+        return checkpoint
+    model.expanded_modules = aside.keys() | _unserved_modules(scheme, layers, found, unserved)
+    return open_checkpoint(checkpoint.folder, scheme, model.expanded_modules)
 
 
 def _attach(layer: Weighted, methods: Mapping[str, LinearMethod | None], path: str, checkpoint: Checkpoint) -> None:
@@ -99,28 +110,24 @@ def _attach(layer: Weighted, methods: Mapping[str, LinearMethod | None], path: s
         raise InvalidCheckpoint(f"{checkpoint.folder}: {short(first)}: {error}.") from None
 
 
-def _expanded(
-    model: DecoderLM,
-    checkpoint: Checkpoint,
+def _unserved_modules(
     scheme: Scheme,
     layers: Mapping[str, Weighted],
     found: Mapping[str, Mapping[str, Mapping[str, Header]]],
     unserved: Mapping[str, UnsupportedModel],
-) -> Checkpoint:
-    """Return the checkpoint with the weights of `unserved` layers expanded. Raises the layer's error if one cannot
-    be."""
+) -> Set[str]:
+    """Return the modules of `unserved` layers, which are plain ones again. Raises the layer's error if one of its
+    modules cannot be expanded."""
     # One op takes both products of experts.
     experts = {path.rpartition(".")[0] for path in unserved if layers[path].num_experts is not None}
     beside = [path for path in found if layers[path].num_experts is not None and path.rpartition(".")[0] in experts]
     for path in {*unserved, *beside}:
         layers[path].attach(UNQUANTIZED)
-    modules = {name: tensors for path in (*unserved, *beside) for name, tensors in found[path].items()}
     for path, error in unserved.items():
         methods = {name: scheme.method(name, tensors) for name, tensors in found[path].items()}
         if not any(isinstance(method, Packed | Scaled) for method in methods.values()) or scheme.at_load:
             raise error
-    model.expanded_modules = modules.keys()
-    return open_checkpoint(checkpoint.folder, scheme, model.expanded_modules)
+    return {name for path in (*unserved, *beside) for name in found[path]}
 
 
 def _modules(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Mapping[str, Header]]]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.locate import locate
 from asyncllm.models.quantized import open_checkpoint
 from asyncllm.models.weights import plan_load, plan_update, stream_to
 from asyncllm.protocol import Sleep
@@ -154,6 +155,21 @@ def test_layers_that_a_method_does_not_serve(name: str, tmp_path: Path) -> None:
     agent.carry_out(Sleep(2))
     agent.carry_out(EVERYTHING)
     assert Driver(agent).generate(0, prompt, 12) == expected
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_a_tower_is_expanded(name: str, tmp_path: Path) -> None:
+    folder = formats.write(
+        locate("tiny-vlm"),
+        tmp_path / "model",
+        SERVED[name],
+        lambda each: "self_attn.q_proj" in each and each.endswith("weight"),
+    )
+    model, plain = open_cpu(folder), dict(open_cpu(folder / "plain").named_parameters())
+    tower = {key: each for key, each in model.named_parameters() if key.startswith("vision.")}
+    assert tower.keys() == {key for key in plain if key.startswith("vision.")}
+    for key, parameter in tower.items():
+        torch.testing.assert_close(parameter, plain[key], rtol=1e-6, atol=1e-7)
 
 
 def test_an_embedding_of_four_bits(dense: Path, tmp_path: Path) -> None:
