@@ -84,8 +84,13 @@ _ENDS: Mapping[str, str] = {
 _WRAPPERS = re.compile(r"\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Name segments left by compiled and sharded training."""
 
-_RENAMED = {".mlp.": ".block_sparse_moe.", ".shared_experts.": ".shared_mlp."}
-"""What transformers has called modules since version 5, and what files call them (Mixtral, Hunyuan 3)."""
+_RENAMED = (
+    (".mlp.", ".block_sparse_moe."),
+    (".shared_experts.", ".shared_mlp."),
+    (".shared_experts.", ".shared_expert."),
+    (".self_attn.g_proj", ".self_attn.gate_proj"),
+)
+"""Parts of names in transformers 5, and in files (Mixtral, Hunyuan 3, Laguna, LFM3)."""
 
 _PATTERN = re.compile(r"(?:[\w.\-^$|()\[\]\\]|\(\?:|[\w.\]](?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\}))*")
 """Patterns on which no module name causes excessive backtracking: files may be untrusted."""
@@ -270,7 +275,7 @@ def _found(folder: Path, model: DecoderLM, name: str) -> tuple[Target | None, nn
 def names_in_files(name: str) -> Iterator[str]:
     """Yield what files may call a module or tensor that transformers calls so."""
     yield name
-    for new, old in _RENAMED.items():
+    for new, old in _RENAMED:
         if new in name:
             yield name.replace(new, old)
 

@@ -187,10 +187,21 @@ def test_what_is_not_implemented_is_refused_by_name(
         AdapterFiles.read(folder, open_case(LLAMA))
 
 
-def test_modules_are_found_by_the_names_that_transformers_has_given_them(tmp_path: Path) -> None:
-    shapes = {f"model.layers.1.mlp.shared_experts.{name}_proj": (64, 64) for name in ("gate", "up")}
-    files = AdapterFiles.read(write_adapter(tmp_path, shapes), open_case(Case("hy_v3", "default")))
-    assert {factors.part for factors in files.layers["layers.1.mlp.shared.gate_up"]} == {"gate", "up"}
+@pytest.mark.parametrize(
+    ("family", "module", "path"),
+    [
+        ("hy_v3", "model.layers.1.mlp.shared_experts.up_proj", "layers.1.mlp.shared.gate_up"),
+        ("laguna", "model.layers.1.mlp.shared_experts.down_proj", "layers.1.mlp.shared.down"),
+        ("lfm3", "model.layers.2.self_attn.g_proj", "layers.2.attn.gate"),
+        ("mixtral", "model.layers.1.mlp.gate", "layers.1.mlp.router"),
+    ],
+)
+def test_modules_are_found_by_the_names_that_transformers_has_given_them(
+    tmp_path: Path, family: str, module: str, path: str
+) -> None:
+    case = Case(family, "default")
+    shape = tuple(hub_model(case).get_submodule(module).weight.shape)
+    assert set(AdapterFiles.read(write_adapter(tmp_path, {module: shape}), open_case(case)).layers) == {path}
 
 
 def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
