@@ -25,4 +25,4 @@ def test_every_proof_exists_and_every_threat_has_one() -> None:
     assert len(proofs) > 30
     assert [f"{file}::{name}" for file, name in proofs if name not in names_in(ROOT / file)] == []
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
-    assert [row for row in rows if "`tests/" not in row and row != "| threat | what we do | proof |"] == []
+    assert [row for row in rows if "`tests/" not in row and row != "| threat | measure | proof |"] == []
