@@ -1,4 +1,5 @@
-"""bitsandbytes as transformers writes it: nf4 and fp4 in blocks, and int8; expanded to plain weights as it is read."""
+"""bitsandbytes, as transformers writes it: nf4 and fp4 in blocks, and int8. Weights are expanded while they are
+read."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _INT8_LARGEST = 127
 
 @register("bitsandbytes")
 class BitsAndBytes(Scheme):
-    """NAME.weight of 4 bits has tensors of its own, such as NAME.weight.absmax, and one of int8 has NAME.SCB.
+    """A 4-bit NAME.weight has further tensors such as NAME.weight.absmax; an int8 one has NAME.SCB.
 
-    The files show which it is, whatever `load_in_4bit` and `load_in_8bit` say.
+    The files determine the kind, regardless of `load_in_4bit` and `load_in_8bit`.
     """
 
     @classmethod
@@ -58,17 +59,17 @@ class BitsAndBytes(Scheme):
 
 
 class _State(NamedTuple):
-    """What the JSON beside a weight of 4 bits says."""
+    """The contents of the JSON beside a 4-bit weight."""
 
     shape: tuple[int, int]
     block: int
     nested_block: int
     offset: float
-    """Added to the blocks' largest numbers where these are in 8 bits."""
+    """Added to the blocks' largest magnitudes if these are stored in 8 bits."""
 
     @staticmethod
     def read(name: str, blob: Tensor) -> _State:
-        """Raises InvalidCheckpoint."""
+        """Read the JSON. Raises InvalidCheckpoint."""
         try:
             fields = json.loads(bytes(blob.view(torch.uint8).tolist()))
             rows, columns = (int(each) for each in fields["shape"])
@@ -84,7 +85,7 @@ class _State(NamedTuple):
 
 
 def _four_bits(weight: str, tensors: Mapping[str, Header], codes: Header | None, state: _State) -> Expansion:
-    """Return a weight of 4 bits. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the expansion of a 4-bit weight. Raises InvalidCheckpoint, UnsupportedModel."""
     count = state.shape[0] * state.shape[1]
     blocks = -(-count // state.block)
     if codes is None:
@@ -125,8 +126,8 @@ def _expand_four(tensors: Mapping[str, Tensor], *, state: _State) -> Tensor:
 
 
 def _int8(module: str, tensors: Mapping[str, Header]) -> Expansion:
-    """Return a weight of int8 with a largest number for each output feature. Raises InvalidCheckpoint,
-    UnsupportedModel."""
+    """Return the expansion of an int8 weight with a largest magnitude for each output feature. Raises
+    InvalidCheckpoint, UnsupportedModel."""
     sources = {"weight": expect(module, tensors, "weight", ("I8",))}
     shape = tensors["weight"].shape
     if len(shape) != 2:

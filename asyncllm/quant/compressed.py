@@ -35,10 +35,10 @@ _KINDS: tuple[_Kind, ...] = get_args(_Kind)
 _MARKS = frozenset({"weight_packed", "weight_scale", "weight_zero_point"})
 
 _ORDERED = ("group", "dynamic")
-"""Orders with a weight_g_idx, one under two names."""
+"""Orders that have a weight_g_idx; both names stand for the same order."""
 
 _OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
-"""What activations would be rounded by."""
+"""Tensors for rounding activations."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class PackQuantized(Packed):
 
 @register("compressed-tensors")
 class CompressedTensors(Scheme):
-    """`ignore` lists plain modules; other modules without quantized tensors in the files are plain too.
+    """`ignore` lists unquantized modules; other modules without quantized tensors in the files are unquantized too.
 
-    What is neither packed nor multiplied in 8 bits is expanded, and activations for it stay as they are.
+    Weights that are neither packed nor multiplied in 8 bits are expanded, and their activations are not rounded.
     """
 
     def __init__(self, groups: list[_Group]) -> None:
@@ -125,7 +125,7 @@ class CompressedTensors(Scheme):
                 symmetric=weights.flag("symmetric", True),
             )
         if group.expanded:
-            # Its codes are missing, or of another format.
+            # Its codes are missing, or have another format.
             raise InvalidCheckpoint(
                 f"{short(module)} has {', '.join(tensors)}, which are not the tensors of {group.kind}. Download the "
                 f"files again."
@@ -156,7 +156,7 @@ class CompressedTensors(Scheme):
                 )
 
     def _group(self, module: str) -> _Group:
-        """Return the first group that names the module, or else the first that names linear layers."""
+        """Return the first group that names the module, or otherwise the first that names linear layers."""
         for group in self._groups:
             if any(_names(target, module) for target in group.targets):
                 return group
@@ -173,12 +173,12 @@ class _Group(NamedTuple):
     kind: _Kind
     weights: QuantSettings
     inputs: QuantSettings
-    """Of the activations; empty if these have 16 bits."""
+    """Settings of the activations; empty if these have 16 bits."""
     expanded: bool
 
     @staticmethod
     def read(group: QuantSettings, settings: QuantSettings) -> _Group:
-        """Raises InvalidCheckpoint, UnsupportedModel."""
+        """Read a group. Raises InvalidCheckpoint, UnsupportedModel."""
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
             group.invalid("targets", "where a list of names belongs")
@@ -208,7 +208,7 @@ class _Group(NamedTuple):
 
 
 def _check_packed(weights: QuantSettings) -> None:
-    """Raise UnsupportedModel for packed weights that are not read."""
+    """Raise UnsupportedModel for packed weights that are not supported."""
     weights.expect("type", "int")
     if weights.integer("num_bits") not in (4, 8):
         weights.unsupported("num_bits", "Supported: 4, 8.")
@@ -220,14 +220,14 @@ def _check_packed(weights: QuantSettings) -> None:
 
 
 def _group_size(weights: QuantSettings) -> int:
-    """Return the number of input features with one scale; -1 for all. Without a strategy, group_size decides."""
+    """Return the number of input features with one scale, or -1 for all. Without a strategy, group_size decides."""
     grouped = weights.get("strategy") == "group" or (weights.get("strategy") is None and weights.get("group_size"))
     return weights.group_size("group_size") if grouped else -1
 
 
 def _block(weights: QuantSettings) -> tuple[int, int] | None:
-    """Return the output and input features with one scale; None for a scale of the tensor or the output feature.
-    Raises InvalidCheckpoint."""
+    """Return the numbers of output and input features with one scale, or None for one scale per tensor or output
+    feature. Raises InvalidCheckpoint."""
     strategy = weights.get("strategy")
     if strategy == "group":
         return 1, max(1, weights.integer("group_size"))
@@ -241,7 +241,7 @@ def _block(weights: QuantSettings) -> tuple[int, int] | None:
 
 
 def _multiplies(weights: QuantSettings, inputs: QuantSettings, of_floats: bool) -> bool:
-    """Return whether products take activations of 8 bits as these settings have them."""
+    """Return whether products take 8-bit activations with these settings."""
     if not inputs.fields or inputs.get("type") not in (None, "float" if of_floats else "int"):
         return False
     if inputs.get("num_bits") not in (None, 8) or not inputs.flag("symmetric", True):
@@ -256,7 +256,7 @@ def _multiplies(weights: QuantSettings, inputs: QuantSettings, of_floats: bool) 
 
 
 def _names(target: str, module: str) -> bool:
-    """Return whether `target` of a list names the module: by a regular expression behind "re:", or by its full
+    """Return whether the list entry `target` names the module, by a regular expression after "re:" or by the full
     name."""
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
@@ -264,7 +264,7 @@ def _names(target: str, module: str) -> bool:
 
 
 def encode_packed(weight: Decoded, bits: int, *, symmetric: bool) -> dict[str, Tensor]:
-    """Return suffix -> tensor of `PackQuantized` for a weight with groups of neighbours."""
+    """Return suffix -> tensor of `PackQuantized` for a weight with groups of adjacent features."""
     n, k = weight.codes.shape
     if k * bits % 32 or (n * bits % 32 and not symmetric):
         raise InvalidCheckpoint(f"{n} x {k} numbers of {bits} bits do not fill words of 32")
@@ -277,7 +277,7 @@ def encode_packed(weight: Decoded, bits: int, *, symmetric: bool) -> dict[str, T
 
 
 def packed_settings(bits: int, group_size: int, *, symmetric: bool, plain: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of files of `encode_packed`; `plain` are the modules that are not quantized."""
+    """Return the quantization_config of files written with `encode_packed`. `plain`: the unquantized modules."""
     whole = group_size == -1
     weights = {
         "num_bits": bits,
@@ -292,8 +292,8 @@ def packed_settings(bits: int, group_size: int, *, symmetric: bool, plain: Seque
 
 
 def scaled_settings(dtype: torch.dtype, plain: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of weights of 8 bits with a scale for each output feature, for activations with
-    one for each token."""
+    """Return the quantization_config of 8-bit weights with a scale for each output feature, for activations with a
+    scale for each token."""
     shared = {"num_bits": 8, "type": "int" if dtype == torch.int8 else "float", "symmetric": True}
     weights = {**shared, "strategy": "channel", "dynamic": False}
     inputs = {**shared, "strategy": "token", "dynamic": True}

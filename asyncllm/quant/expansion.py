@@ -1,4 +1,4 @@
-"""Weights that no product here takes as the files have them: they are expanded to plain ones while they are read."""
+"""Expand weights whose format no product here supports: convert them to ordinary tensors while they are read."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["Expansion", "expansion_of_codes", "expect", "halves", "modules_of"]
 
 _FLOATS = ("F32", "BF16", "F16")
 _EXPONENTS = ("U8", "F8_E8M0")
-"""Scales that are powers of two, a byte each."""
+"""dtypes of scales that are powers of two, one byte each."""
 _NAN = 255
-"""Of those."""
+"""The code for NaN among them."""
 _NVFP4_GROUP, _MX_GROUP = 16, 32
-"""Input features with one scale."""
+"""Number of input features with one scale."""
 
 Block = tuple[int, int]
-"""Output and input features with one scale."""
+"""Numbers of output and input features with one scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A plain tensor that several of the files' stand for."""
+    """An ordinary tensor that replaces several tensors of the files."""
 
     name: str
     shape: tuple[int, ...]
     sources: Mapping[str, str]
-    """Suffix -> the name of a tensor that it is made of."""
+    """Suffix -> name of a source tensor."""
     expand: Callable[[Mapping[str, Tensor]], Tensor]
-    """Tensors by suffix -> the plain one, float32. Raises InvalidCheckpoint for impossible values."""
+    """Suffix -> tensor to the expanded tensor, float32. Raises InvalidCheckpoint for impossible values."""
     left_out: Sequence[str] = ()
-    """Names of tensors that only the rounding of activations needs, which stay as they are."""
+    """Names of unused tensors, needed only to round activations."""
 
 
 def modules_of(headers: Mapping[str, Header]) -> Mapping[str, Mapping[str, Header]]:
-    """Return module -> its tensors by suffix, of tensors that are called by the module's name and a suffix."""
+    """Return module -> suffix -> header, for tensors named by a module and a suffix."""
     found: dict[str, dict[str, Header]] = {}
     for name, header in headers.items():
         module, _, suffix = name.rpartition(".")
@@ -53,8 +53,8 @@ def modules_of(headers: Mapping[str, Header]) -> Mapping[str, Mapping[str, Heade
 def expect(
     module: str, tensors: Mapping[str, Header], suffix: str, dtypes: Sequence[str], *shapes: Sequence[int]
 ) -> str:
-    """Return the name of a tensor, which is to have one of these types and, if any are given, of these shapes. Raises
-    InvalidCheckpoint for one that is missing or has another shape, UnsupportedModel for another type."""
+    """Return the name of a tensor that must have one of these dtypes and, if given, one of these shapes. Raises
+    InvalidCheckpoint if it is missing or has another shape, UnsupportedModel for another dtype."""
     name, header = f"{module}.{suffix}", tensors.get(suffix)
     if header is None:
         raise InvalidCheckpoint(f"tensor {short(name)} is missing. Download the files again.")
@@ -69,7 +69,7 @@ def expect(
 
 
 def halves(codes: Tensor, *, high_first: bool = False) -> Tensor:
-    """uint8 [..., B], two numbers of 4 bits each -> uint8 [..., 2 B]."""
+    """Split uint8 [..., B], two 4-bit numbers each, to uint8 [..., 2 B]."""
     pair = (codes >> 4, codes & 15) if high_first else (codes & 15, codes >> 4)
     return torch.stack(pair, -1).flatten(-2)
 
@@ -86,12 +86,12 @@ def expansion_of_codes(
     block: Block | None = None,
     left_out: Sequence[str] = (),
 ) -> Expansion:
-    """Return the weight of a module with `codes` and a `scale`.
+    """Return the expanded weight of a module with `codes` and a `scale`.
 
-    Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with a
-    scale for the tensor, the output feature or each `block`; or e4m3 with exponents in groups of 32 (MXFP8).
-    `whole`: the scale of the whole tensor besides, by which the others are multiplied, or `divided`. `zeros`:
-    codes are those of integers with a `weight_zero_point`. Raises InvalidCheckpoint, UnsupportedModel.
+    Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with one
+    scale per tensor, output feature or `block`; or e4m3 with exponents in groups of 32 (MXFP8). `whole`: an additional
+    scale of the whole tensor, by which the others are multiplied, or divided if `divided`. `zeros`: codes are integers
+    with a `weight_zero_point`. Raises InvalidCheckpoint, UnsupportedModel.
     """
     sources = {codes: expect(module, tensors, codes, ("U8", "F8_E4M3", "I8"))}
     stored = tensors[codes]
@@ -105,7 +105,7 @@ def expansion_of_codes(
     shapes: list[Sequence[int]] = [(), (1,), (rows,), (rows, 1)]
     if block is not None:
         many = tuple(-(-size // each) for size, each in zip((rows, columns), block, strict=True))
-        # ModelOpt has an axis for what each block holds.
+        # ModelOpt adds an axis for the contents of each block.
         shapes = [many, (many[0], 1, many[1], 1)]
     dtypes = _EXPONENTS if exponents else ("F8_E4M3",) if paired else _FLOATS
     sources[scale] = expect(module, tensors, scale, dtypes, *shapes)
@@ -150,7 +150,7 @@ def _numbers(scales: Tensor) -> Tensor:
 
 
 def _spread(numbers: Tensor, weight: Tensor, block: Block | None) -> Tensor:
-    """Return numbers of the tensor, of each output feature or of each block so that they multiply the weight."""
+    """Return numbers per tensor, output feature or block in a shape that multiplies the weight."""
     if block is None:
         return numbers.reshape(-1, 1)
     rows, columns = weight.shape

@@ -1,4 +1,4 @@
-"""fp8 and NVFP4 as NVIDIA's ModelOpt writes them (`quant_method` "modelopt"), in config.json or in
+"""fp8 and NVFP4, as NVIDIA's ModelOpt writes them (`quant_method` "modelopt"), in config.json or
 hf_quant_config.json."""
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from asyncllm.quant.settings import Header, QuantSettings
 __all__ = ["ModelOpt"]
 
 _STATIC = {"FP8": True, "FP8_PER_CHANNEL_PER_TOKEN": False}
-"""Of weights that are multiplied in 8 bits: whether the scales of activations are in the file."""
+"""Algorithm of 8-bit products -> whether the scales of activations are in the file."""
 _EXPANDED = frozenset({"NVFP4", "W4A16_NVFP4", "MXFP8", "FP8_PB_WO"})
 _MIXED = "MIXED_PRECISION"
-"""`quantized_layers` names one of the others for each module, as the files show."""
+"""`quantized_layers` assigns one of the other algorithms to each module, as the files show."""
 
 
 @register("modelopt", "modelopt_fp4")
 class ModelOpt(Scheme):
-    """`weight` in e4m3 with `weight_scale`, of the tensor with an `input_scale`, or of each output feature.
+    """`weight` in e4m3 with `weight_scale`, per tensor with an `input_scale`, or per output feature.
 
-    Weights of other kinds are expanded, and activations for them stay as they are: NVFP4 with a `weight_scale_2` of the
-    tensor besides, MXFP8, and e4m3 in blocks.
+    Weights of other kinds are expanded, and their activations are not rounded: NVFP4, which also has a `weight_scale_2`
+    per tensor, MXFP8, and e4m3 in blocks.
     """
 
     def __init__(self, algorithm: str) -> None:

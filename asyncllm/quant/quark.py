@@ -1,4 +1,4 @@
-"""fp8 and MXFP4 as AMD's Quark writes them (`quant_method` "quark")."""
+"""fp8 and MXFP4, as AMD's Quark writes them (`quant_method` "quark")."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MX_GROUP = 32
 
 @register("quark")
 class Quark(Scheme):
-    """`weight` in e4m3 with a `weight_scale`, of the tensor with an `input_scale`, or of each output feature; or pairs
-    of e2m1 with exponents in groups, which are expanded, and activations for them stay as they are.
+    """`weight` in e4m3 with a `weight_scale`, per tensor with an `input_scale`, or per output feature; or pairs of e2m1
+    with exponents in groups, which are expanded, without rounding of their activations.
 
-    `layer_quant_config` has other settings for modules whose names match a pattern of shells.
+    `layer_quant_config` has other settings for modules whose names match a shell pattern.
     """
 
     def __init__(self, *, static: bool, others: Mapping[str, bool]) -> None:

@@ -39,20 +39,20 @@ class _Layer(Protocol):
 
 @dataclass(frozen=True)
 class Scaled(LinearMethod):
-    """`weight` of `dtype`, and scales whose suffix is `scale`. Without a suffix the weight is one of floats, rounded as
-    it is loaded, with a scale for each output feature. Equal methods are the same."""
+    """`weight` of `dtype`, with scales under the suffix `scale`. Without a suffix the file has an unquantized weight,
+    which is rounded while it is loaded, with a scale for each output feature. Equal methods are the same."""
 
     dtype: torch.dtype
     scale: str | None
     layout: ScaleLayout
     scale_shape: tuple[int, ...] = ()
-    """Shape of a scale of the whole tensor: [] or [1]."""
+    """Shape of the scale of a whole tensor: [] or [1]."""
     input_shape: tuple[int, ...] = (1,)
     """Shape of the activations' scale."""
     columns: bool = True
-    """Whether scales of channels are [N, 1] and not [N]."""
+    """Whether scales per channel are [N, 1] rather than [N]."""
     of_inputs: str | None = None
-    """The suffix of the activations' scale; None if it is computed from them."""
+    """Suffix of the activations' scale, or None if it is computed from them."""
     invariant: bool = False
 
     name: ClassVar[str] = "fp8"
@@ -94,7 +94,7 @@ class Scaled(LinearMethod):
         own = cast(_Layer, layer)
         own.codes = _parameter(*stack, n, k, dtype=self.dtype)
         own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
-        # Scales of each expert's activations are computed from these.
+        # The scales of each expert's activations are computed from the activations.
         static = self.of_inputs is not None and layer.num_experts is None
         own.input_scale = _parameter(1, dtype=torch.float32) if static else None
         own.input_scales = {}
@@ -122,7 +122,7 @@ class Scaled(LinearMethod):
             assert own.offset is not None
             _of(own.offset, index)[rows] = layer.own_bias(part, tensor)
         elif suffix == "weight" and self.scale is None:
-            # The scale is that of a whole row, of which a rank may have a part.
+            # The scale belongs to a whole row, of which a rank may have a part.
             codes, scales = round_codes(tensor[taken].to(own.codes.device).float(), self.dtype)
             _of(own.codes, index)[rows] = codes[:, columns]
             _of(own.scales, index)[:, rows] = scales.t()
@@ -195,7 +195,7 @@ class Scaled(LinearMethod):
         return product(x, heads, out=out)
 
     def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return the shape of the scales of a part."""
+        """Return the shape of a part's scales."""
         if self.layout == "tensor":
             return self.scale_shape
         if self.layout == "channel":
@@ -204,14 +204,13 @@ class Scaled(LinearMethod):
 
 
 def holds_codes(tensors: Mapping[str, Header]) -> bool:
-    """Return whether a module has a weight of 8 bits, with scales or without."""
+    """Return whether a module has an 8-bit weight, with or without scales."""
     return "weight" in tensors and any(tensors["weight"].dtype in each.dtypes for each in _TYPES.values())
 
 
 def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, block: bool, static: bool) -> Scaled:
-    """Return the method of a module with these tensors, whose scales are called `scale`: of blocks, else as its shape
-    says. `static`: there is a scale for activations, by the name that it has in llm-compressor's files or in those of
-    transformers."""
+    """Return the method of a module with these tensors, whose scales are named `scale`: per block, or as their shape
+    shows. `static`: there is a scale for activations, under its name in the files of llm-compressor or transformers."""
     shape = tensors[scale].shape if scale in tensors else (1,)
     layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
     of_inputs = next((name for name in _OF_INPUTS if name in tensors), _OF_INPUTS[0]) if static else None

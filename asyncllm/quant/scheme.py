@@ -1,4 +1,4 @@
-"""What a scheme is, and which one a checkpoint asks for."""
+"""Scheme, the base class of quantization formats, and the selection of a checkpoint's scheme."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_KEY: Mapping[str, str] = {
     "load_in_4bit": "bitsandbytes",
     "load_in_8bit": "bitsandbytes",
 }
-"""Entry of settings without a `quant_method` -> the method."""
+"""Key in settings without a `quant_method` -> the method."""
 
 _INSTEAD = "Use the model's own checkpoint in bfloat16, which asyncllm lite quantizes."
 
@@ -40,18 +40,18 @@ class Scheme(ABC):
     """How the weights of one checkpoint are quantized."""
 
     at_load: ClassVar[bool] = False
-    """Whether the checkpoint is plain, and the weights of its projections are rounded while they are read."""
+    """Whether the checkpoint is unquantized, and its projections are rounded while they are read."""
 
     @classmethod
     @abstractmethod
     def read(cls, settings: QuantSettings) -> Scheme:
-        """Return the scheme of these settings. Raises InvalidCheckpoint for impossible ones, UnsupportedModel for those
-        not implemented."""
+        """Return the scheme with these settings. Raises InvalidCheckpoint for impossible settings, UnsupportedModel for
+        unsupported ones."""
 
     @abstractmethod
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
-        """Return the method of the checkpoint's module `module`, by its tensors (suffix -> header); None if it is
-        plain. Equal methods are the same.
+        """Return the method of the checkpoint's module `module`, given its tensors (suffix -> header), or None if it is
+        unquantized. Equal methods are the same.
 
         Raises InvalidCheckpoint and UnsupportedModel.
         """
@@ -59,15 +59,15 @@ class Scheme(ABC):
     def expansions(
         self, headers: Mapping[str, Header], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
     ) -> Iterable[Expansion]:
-        """Yield the weights that are expanded while they are read, and are plain to `method` and all others.
+        """Yield the weights that are expanded while they are read. They are unquantized to `method` and all other code.
 
-        `headers` are those of all tensors; `read` returns some, small ones. Raises as `method` does.
+        `headers`: those of all tensors. `read` returns some small tensors. Raises as `method` does.
         """
         return ()
 
 
 def register(*names: str) -> Callable[[_Class], _Class]:
-    """Decorate a scheme, which reads checkpoints whose `quant_method` is one of `names`."""
+    """Register a scheme for checkpoints whose `quant_method` is one of `names`."""
 
     def enter(scheme: _Class) -> _Class:
         for name in names:
@@ -79,14 +79,14 @@ def register(*names: str) -> Callable[[_Class], _Class]:
 
 @cache
 def schemes() -> Mapping[str, type[Scheme]]:
-    """`quant_method` -> scheme, from every module in `asyncllm.quant`."""
+    """Return `quant_method` -> scheme, from every module in `asyncllm.quant`."""
     for module in pkgutil.iter_modules(asyncllm.quant.__path__):
         importlib.import_module(f"asyncllm.quant.{module.name}")
     return dict(sorted(_SCHEMES.items()))
 
 
 def refuse_mlx(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise UnsupportedModel for the config.json of a checkpoint of MLX's, whose tensors have other shapes and, of some
+    """Raise UnsupportedModel for the config.json of an MLX checkpoint, whose tensors have other shapes and, in some
     models, other names."""
     for key, mark in (("quantization", "bits"), ("quantization_config", "mode")):
         settings = config.get(key)
@@ -97,10 +97,11 @@ def refuse_mlx(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path, model_format: str | None) -> Scheme | None:
-    """Return the scheme of the checkpoint in `folder`, whose config.json holds `config`; None for plain weights.
+    """Return the scheme of the checkpoint in `folder` with this `config` (config.json), or None for unquantized
+    weights.
 
-    `model_format` is the engine's setting: None to believe the checkpoint, "hf" for plain weights, or the name of the
-    scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter where it contradicts the checkpoint.
+    `model_format` is the engine's setting: None to follow the checkpoint, "hf" for unquantized weights, or the name of
+    the scheme. Raises InvalidCheckpoint, UnsupportedModel, and InvalidParameter if it contradicts the checkpoint.
     """
     settings = QuantSettings.find(config, folder)
     if settings is None:
