@@ -99,7 +99,7 @@ def test_whole_experts_for_ranks_are_refused(tmp_path: Path) -> None:
     def divide(group: ThreadGroup) -> None:
         experts.divide_experts(group)
 
-    with pytest.raises(UnsupportedModel, match="ep=2: whole experts of awq weights"):
+    with pytest.raises(UnsupportedModel, match="ep=2: ranks cannot hold whole experts of awq weights"):
         in_ranks(2, divide)
 
 
