@@ -1,4 +1,4 @@
-"""Decode attention: one query per row, the keys of all rows shared out evenly over a fixed grid."""
+"""Decode attention: one query per row, with the keys of all rows divided evenly over a fixed grid."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def decode_attention_kernel(
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """FORMAT is that of a quantized cache, where k_ranges and v_ranges are read, or empty. PADDED is D padded."""
+    """FORMAT: the format of a quantized cache, for which k_ranges and v_ranges are read, or empty. PADDED is D
+    padded."""
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     block = tl.program_id(0)
@@ -139,7 +140,7 @@ def decode_attention_kernel(
         taken = tl.minimum(per_head - tile, left)
         begin = first_tile + tile
         end = tl.minimum(begin + taken, tl.cdiv(length, TILE))
-        # What comes after, so that its description is here by then.
+        # The next part, whose description is loaded ahead of its use.
         next_head = (kv_head + 1) % NUM_KV_HEADS
         next_row = row + (next_head == 0).to(tl.int32)
         more = left > taken
@@ -152,7 +153,7 @@ def decode_attention_kernel(
         query_heads = kv_head * GROUP + heads
         grouped = heads < GROUP
         kept = grouped[None, :] & (dims < D)[:, None]
-        # A decode step has few rows: 32 bits do, and with 64 the kernel spills registers at head_dim 80.
+        # A decode step has few rows: 32 bits suffice, and with 64 the kernel spills registers at head_dim 80.
         lines = q + row * Q_STRIDE + query_heads[None, :] * D
         if FORMAT == "":
             query = tl.load(lines + dims[:, None], mask=kept, other=0.0)
@@ -226,7 +227,7 @@ def decode_attention_kernel(
             states = partials + 2 * tl.num_programs(0) * GROUP * D + partial * 2
             tl.store(states, exponent, mask=grouped)
             tl.store(states + 1, weight_sum, mask=grouped)
-            # All threads of the block have stored their share before one of them draws the ticket.
+            # All threads of the block must have stored their share before one of them draws the ticket.
             tl.debug_barrier()
             counter = work + HEADER + ENTRY * tl.num_programs(0) + first_block
             ticket = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -241,7 +242,7 @@ def decode_attention_kernel(
                 result = round_to(merged * factor[None, :], out.dtype.element_ty)
                 inside = owned[None, :] & (dims < D)[:, None]
                 tl.store(target + own[None, :] * D + dims[:, None], result, mask=inside)
-                # The next layer finds the counter as this one did.
+                # Reset the counter for the next layer.
                 tl.store(counter, 0)
 
         left -= taken

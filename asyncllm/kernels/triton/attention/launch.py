@@ -1,4 +1,4 @@
-"""What the launchers of decode and prefill attention share."""
+"""Code shared by the launchers of decode and prefill attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Variant", "launch_attention", "variant_of"]
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for, beside its config."""
+    """The compile-time parameters of a kernel other than its config."""
 
     shape: AttentionShape
     q_stride: int
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     alibi: bool
 
     def constexprs(self) -> dict[str, Any]:
-        """Return the constants that both kernels have."""
+        """Return the constants that both kernels share."""
         return {
             "Q_STRIDE": self.q_stride,
             "OUT_STRIDE": self.out_stride,
@@ -54,7 +54,8 @@ def variant_of(
     sinks: Tensor | None,
     alibi: Tensor | None,
 ) -> Variant:
-    """Raises ValueError unless the plan is for q's heads, and sinks and slopes are float32 [H] or absent."""
+    """Validate the inputs and return their variant. Raises ValueError unless the plan is for q's heads, and sinks and
+    slopes are float32 [H] or absent."""
     num_heads = q.shape[1]
     if num_heads != plan.shape.num_heads:
         raise ValueError(
@@ -89,7 +90,7 @@ def launch_attention(
     alibi: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Launch a kernel; `own` are the pointers that only this one takes."""
+    """Launch a kernel. `own`: the pointers that only this kernel takes."""
     k_ranges, v_ranges = (cache.k_ranges, cache.v_ranges) if isinstance(cache, QuantizedKV) else (cache.k, cache.v)
     pointers = (
         q,

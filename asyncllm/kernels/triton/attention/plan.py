@@ -48,14 +48,15 @@ __all__ = [
 
 class DecodeConfig(NamedTuple):
     tile: int
-    """Most keys per step of the inner loop; fewer where a block of the cache is shorter or not a multiple."""
+    """Maximum number of keys per step of the inner loop; fewer if the cache's blocks are shorter or no multiple of
+    it."""
     num_warps: int
     num_stages: int
     """The pipeline holds num_stages - 1 tiles of K and V."""
     blocks_per_processor: int
-    """Size of the grid; as many as fit a multiprocessor at once."""
+    """Determines the size of the grid: the number that fit a multiprocessor at once."""
     min_tiles: int
-    """A row is not split into parts of fewer tiles than this: each part has to be written, read and merged."""
+    """A row is not split into parts of fewer tiles than this, since each part must be written, read and merged."""
 
 
 DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
@@ -110,7 +111,7 @@ class PrefillConfig(NamedTuple):
     rows: int
     """Rows of the score matrix: queries times the query heads that share a KV head."""
     tile: int
-    """Most keys per step of the inner loop."""
+    """Maximum number of keys per step of the inner loop."""
     num_warps: int
     num_stages: int
 
@@ -143,30 +144,30 @@ QUANTIZED_PREFILL_CONFIGS = {
 """By padded head_dim, as `PREFILL_CONFIGS`. Not timed."""
 
 SHORT_PROMPT_ROWS = 512
-"""Longest prompt, times query heads per KV head, for the second config: the first leaves multiprocessors idle."""
+"""Longest prompt, times query heads per KV head, for the second config. The first would leave multiprocessors idle."""
 
 HEADER: tl.constexpr = tl.constexpr(16)
-"""Integers before the entries of a decode plan: how many tiles a block takes, then unused ones."""
+"""Integers before the entries of a decode plan: the number of tiles per block, then padding."""
 
 ENTRY: tl.constexpr = tl.constexpr(16)
 """Integers of an entry of a decode plan, which is one line of 64 bytes."""
 
 ENTRY_PAGE: tl.constexpr = tl.constexpr(8)
-"""Where in an entry the cache's block of the first tile is: keys are asked for without a look at the block table."""
+"""Index in an entry of the cache block of its first tile, which lets keys be loaded before the block table is read."""
 
 INTERPRETED_PROCESSORS = 4
-"""Multiprocessors that plans on a CPU, where kernels are interpreted, count with."""
+"""Number of multiprocessors assumed by plans on a CPU, where kernels are interpreted."""
 
 
 class AttentionShape(NamedTuple):
-    """What the kernels of all layers that share a plan are compiled for."""
+    """The compile-time parameters that all layers sharing a plan have in common."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     format: str
-    """Of a quantized cache; else empty."""
+    """The format of a quantized cache; empty for an unquantized one."""
 
     @property
     def group(self) -> int:
@@ -175,7 +176,8 @@ class AttentionShape(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """The plan of decode attention on a GPU. Layers use it in turn: all of them write `work` and `partials`."""
+    """The plan of decode attention on a GPU. Layers use it one after another: each of them writes `work` and
+    `partials`."""
 
     work: Tensor
     """int32: HEADER; per block of the grid an entry: its first row, head, tile and number of tiles, the numbers of that
@@ -210,7 +212,7 @@ class PrefillTiles(NamedTuple):
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the power of two that kernels compute with. Raises ValueError when there is no kernel for it."""
+    """Return the power of two that kernels compute with. Raises ValueError if no kernel supports the head_dim."""
     if head_dim % 8 or not 8 <= head_dim <= 512:
         raise ValueError(
             f"Attention on a GPU takes a head_dim that is a multiple of 8 up to 512, not {head_dim}. "
@@ -220,7 +222,8 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def key_tile(block_size: int, most: int) -> int:
-    """Return keys per tile: a power of two that divides block_size. Raises ValueError unless that can be 16 or more."""
+    """Return the keys per tile: a power of two that divides block_size. Raises ValueError if it would be less than
+    16."""
     if block_size % GPU_BLOCK_MULTIPLE:
         raise ValueError(
             f"Attention on a GPU reads blocks of a multiple of {GPU_BLOCK_MULTIPLE} tokens, not of {block_size}. "
@@ -279,10 +282,10 @@ def plan_decode_kernel(
     release_consumers(USE_PDL)
     rows = tl.arange(0, BLOCK_ROWS)
     lengths = tl.load(kv_lens + rows, mask=rows < num_rows, other=-1).to(tl.int32)
-    # Absent rows, the last ones, have no tiles: no block comes to them.
+    # Absent rows, which come last, have no tiles, so no block processes them.
     live = lengths >= 0
     first_tiles = tl.where(window > 0, tl.maximum(lengths - window, 0) // TILE, 0)
-    # A row without keys has one tile all the same, which writes its zeros.
+    # A row without keys still has one tile, which writes its zeros.
     tiles = tl.maximum(tl.cdiv(lengths, TILE) - first_tiles, 1)
     tiles = tl.where(live, tiles, 0)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * NUM_KV_HEADS, grid), MIN_TILES)
@@ -362,7 +365,8 @@ def divide_keys(
     min_tiles: int,
     window: int | None = None,
 ) -> Tensor:
-    """Return which keys each block of the grid attends to, as `DecodeWork.work`. Raises ValueError as `key_tile`."""
+    """Return the assignment of keys to the blocks of the grid, as `DecodeWork.work`. Raises ValueError as
+    `key_tile`."""
     num_rows = kv_lens.shape[0]
     integers = HEADER.value + (ENTRY.value + 1) * grid + 4 * num_rows
     work = torch.empty(integers, dtype=torch.int32, device=kv_lens.device)
@@ -444,7 +448,7 @@ def plan_prefill_attention(
             f"Attention on a GPU takes up to {config.rows} query heads per KV head, not {group}. "
             "Run this model on the CPU."
         )
-    # Checked here, and not in the first layer.
+    # Checked here rather than in the first layer.
     key_tile(shape.block_size, config.tile)
     tokens = config.rows // group
     capacity = num_rows * -(-max_q_len // tokens)
@@ -455,7 +459,7 @@ def plan_prefill_attention(
 
 
 def list_tiles(q_offsets: Tensor, kv_lens: Tensor, capacity: int, tokens: int) -> Tensor:
-    """Return `PrefillTiles.entries` with room for `capacity` tiles of so many queries."""
+    """Return `PrefillTiles.entries` with room for `capacity` tiles of `tokens` queries each."""
     num_rows = kv_lens.shape[0]
     entries = torch.empty(1 + capacity, 4, dtype=torch.int32, device=kv_lens.device)
     launch(

@@ -152,7 +152,7 @@ def prefill_attention_kernel(
     ALIBI: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """As `decode_attention_kernel`, of which what depends on FORMAT is said."""
+    """See `decode_attention_kernel`, also for FORMAT."""
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     number = tl.program_id(0)
@@ -303,7 +303,7 @@ def paged_prefill_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     variant = variant_of(q, out, plan, softcap, sinks, alibi)
-    # As many tiles as there can be; those that there are not end at once.
+    # The grid has as many programs as there can be tiles; surplus ones exit at once.
     num_tiles = min(q.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
     grid = (num_tiles, plan.shape.num_kv_heads, 1)
     configured = _configured(variant, plan.config)

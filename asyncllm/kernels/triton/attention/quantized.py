@@ -34,12 +34,12 @@ __all__ = [
 BOOST: tl.constexpr = tl.constexpr(256.0)
 
 _LARGEST: tl.constexpr = tl.constexpr(65504.0)
-"""Of float16."""
+"""The largest float16 number."""
 
 
 @triton.jit
 def load_queries(pointers, kept, AXIS: tl.constexpr, FORMAT: tl.constexpr):
-    """Queries, and the sums of their numbers along AXIS, which are of no use without a format."""
+    """Load queries, and the sums of their numbers along AXIS, which are unused without a format."""
     query = tl.load(pointers, mask=kept, other=0.0)
     if FORMAT == "":
         return query, 0.0
@@ -50,7 +50,7 @@ def load_queries(pointers, kept, AXIS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def factor_of(weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr, FORMAT: tl.constexpr):
-    """`last_factor`, which takes BOOST back."""
+    """Return `last_factor`, divided by BOOST."""
     factor = last_factor(weight_sum, exponent, sinks, heads, mask, SINKS)
     if FORMAT != "":
         factor *= 1.0 / BOOST
@@ -59,8 +59,8 @@ def factor_of(weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr, FOR
 
 @triton.jit
 def _to_dot(q, FORMAT: tl.constexpr):
-    """Queries as products with codes take them: e4m3 becomes float16 by one instruction for two numbers, and bfloat16
-    by way of float32."""
+    """Convert queries for products with codes: e4m3 becomes float16 by one instruction for two numbers, and bfloat16
+    via float32."""
     if FORMAT == "fp8" and q.dtype.primitive_bitwidth == 16:
         return _to_float16(q.to(tl.float32))
     else:
@@ -69,7 +69,7 @@ def _to_dot(q, FORMAT: tl.constexpr):
 
 @triton.jit
 def _to_float16(x):
-    """float32 -> float16; what is too large becomes the largest, and NaN stays."""
+    """Convert float32 to float16. Values out of range are clamped to the largest, and NaN stays NaN."""
     return round_to(tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x)), tl.float16)
 
 
@@ -83,7 +83,7 @@ def _scaled(weights, dtype: tl.constexpr):
 
 @triton.jit
 def _offsets(scales, middles, FORMAT: tl.constexpr):
-    """Return what a key adds to its products with a query, per sum of the query's numbers."""
+    """Return the term that a key adds to its products with a query, per sum of the query's numbers."""
     if FORMAT == "int8":
         return middles - scales * INT8_CENTRE
     else:
@@ -92,7 +92,7 @@ def _offsets(scales, middles, FORMAT: tl.constexpr):
 
 @triton.jit
 def _shares(weights, middles, scaled, FORMAT: tl.constexpr):
-    """Return what keys add to each of the sums of their values."""
+    """Return the term that keys add to each of the sums of their values."""
     if FORMAT == "int8":
         return weights * (middles * BOOST) - scaled.to(tl.float32) * INT8_CENTRE
     else:
@@ -152,7 +152,7 @@ def attend_quantized_tile(
         SOFTCAP,
         ALIBI,
     )
-    # Ranges of other rows may be NaN, and are masked; codes are always finite.
+    # Ranges of other rows may be NaN and are masked; codes are always finite.
     ranges = tl.load(value_ranges, mask=there, other=0) if MASKED else tl.load(value_ranges)
     codes = tl.load(value_pointers) if PADDED == D else tl.load(value_pointers, mask=(dims < D)[None, :], other=0)
     scaled = _scaled(weights * (scales_of(ranges) * BOOST)[None, :], q.dtype)

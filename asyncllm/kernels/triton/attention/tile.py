@@ -21,7 +21,7 @@ from asyncllm.kernels.triton.language import dot, round_to
 __all__ = ["FLOOR", "LOG2_E", "attend_keys", "attend_tile", "last_factor", "weigh_keys", "weigh_tile"]
 
 FLOOR: tl.constexpr = tl.constexpr(-1e30)
-"""Where running maxima start, in raw scores and in exponents of 2."""
+"""Initial value of running maxima, in raw scores and in exponents of 2."""
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
