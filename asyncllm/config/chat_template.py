@@ -32,7 +32,8 @@ class ChatTemplateConfig(Settings, frozen=True):
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = TEMPLATES
 
     model_name: Annotated[
-        str | None, Meta(description="Name of a built-in or registered template (`asyncllm list`).")
+        str | None,
+        Meta(description="Name of a built-in or registered template (`asyncllm list`), or `hf`: the checkpoint's own."),
     ] = None
     model_path: Annotated[str | None, Meta(description="Folder whose Jinja template to use.")] = None
     system: Annotated[str | None, Meta(description="Before the system text.")] = None

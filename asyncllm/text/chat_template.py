@@ -40,6 +40,9 @@ always satisfied."""
 FILL = "<FILL>"
 """The position in a prompt that Code Llama fills in."""
 
+CHECKPOINT = "hf"
+"""LMDeploy's name for the checkpoint's own template."""
+
 Ending = Literal["answer", "continued", "closed"]
 """How a text ends: with the beginning of an answer, with the assistant's last message to be continued, or with the
 complete last message."""
@@ -96,8 +99,8 @@ class ChatTemplate:
         """Return the template for the checkpoint in the folder `path`.
 
         The first of these applies: the template that `config` names (a str is a name, the path of a JSON file or JSON
-        text); the checkpoint's own Jinja template, unless it omits a prompt's beginning; the built-in one for the
-        architecture in config.json; "base", which concatenates the texts.
+        text; "hf" is the checkpoint's own, which has to exist); the checkpoint's own Jinja template, unless it omits a
+        prompt's beginning; the built-in one for the architecture in config.json; "base", which concatenates the texts.
 
         Raises InvalidParameter for an unknown name or fields that contradict each other, and InvalidCheckpoint when a
         template does not compile.
@@ -105,6 +108,8 @@ class ChatTemplate:
         config = _as_config(config)
         folder = Path(path)
         parts = config.parts
+        if config.model_name == CHECKPOINT and MODELS.get(CHECKPOINT) is None:
+            return cls._own(folder, config)
         if config.model_name is not None:
             if config.chat_template is not None or config.model_path is not None:
                 raise InvalidParameter(
@@ -125,6 +130,28 @@ class ChatTemplate:
                 next(iter(parts)),
             )
         return cls._composed(name, config, parts)
+
+    @classmethod
+    def _own(cls, folder: Path, config: ChatTemplateConfig) -> Self:
+        """Return the checkpoint's Jinja template, which has none of the parts of a composed one."""
+        tokens = TokenSettings.read(folder)
+        others = [
+            *config.parts,
+            *(name for name in ("chat_template", "model_path") if getattr(config, name) is not None),
+        ]
+        if others:
+            raise InvalidParameter(
+                f"ChatTemplateConfig names the checkpoint's own template ({CHECKPOINT!r}) and has {', '.join(others)}, "
+                f"which it has no part in. Give one of both.",
+                "model_name",
+            )
+        jinja = checkpoint_template(folder, tokens.named)
+        if jinja is None:
+            raise InvalidCheckpoint(
+                f"ChatTemplateConfig names the checkpoint's own template ({CHECKPOINT!r}), and {folder} has none "
+                f"(chat_template.jinja, or chat_template in tokenizer_config.json). Leave model_name out."
+            )
+        return cls._of_jinja(jinja, config, tokens.special_texts())
 
     @classmethod
     def of_adapter(

@@ -23,6 +23,7 @@ LLAMA2_SYSTEM = (
     "If a question does not make any sense, or is not factually coherent, explain why instead of answering something "
     "not correct. If you don't know the answer to a question, please don't share false information."
 )
+QWEN2_5_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 LLAMA3_1_SYSTEM = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nYou are a helpful assistant."
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -178,6 +179,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "assistant": "<｜Assistant｜>",
     "eoa": "<｜end▁of▁sentence｜>",
 }
+DEEPSEEK_V3_2: dict[str, Any] = {**DEEPSEEK_V3, "assistant": "<｜Assistant｜></think>"}
 PHI3: dict[str, Any] = {
     "system": "<|system|>\n",
     "eosys": "<|end|>\n",
@@ -249,7 +251,10 @@ BUILTIN: dict[str, dict[str, Any]] = {
         "stop_words": ["<|im_start|>", "<|im_end|>"],
     },
     "qwen": {**CHATML_ENDED, "meta_instruction": "You are a helpful assistant."},
+    "qwen2d5": {**CHATML_ENDED, "meta_instruction": QWEN2_5_SYSTEM},
+    "qwen2d5-vl": {**CHATML_ENDED, "meta_instruction": "You are a helpful assistant."},
     "qwen3": CHATML_ENDED,
+    "minicpmv-2d6": {**CHATML_ENDED, "meta_instruction": "You are a helpful assistant."},
     "yi": CHATML_ENDED,
     "dbrx": {**CHATML, "meta_instruction": DBRX_SYSTEM},
     "llava-chatml": {**CHATML_UNBROKEN, "meta_instruction": "Answer the questions."},
@@ -295,7 +300,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
     },
     "deepseek": DEEPSEEK,
     "deepseek-v3": DEEPSEEK_V3,
-    "deepseek-v3.2": {**DEEPSEEK_V3, "assistant": "<｜Assistant｜></think>"},
+    "deepseek-v3.2": DEEPSEEK_V3_2,
+    "deepseek-v32": DEEPSEEK_V3_2,
     "deepseek-vl": {**DEEPSEEK, "meta_instruction": DEEPSEEK_VL_SYSTEM},
     "deepseek-vl2": {
         **DEEPSEEK,

@@ -174,6 +174,15 @@ def test_a_jinja_template_may_be_given(checkpoint: Callable[..., Path], tmp_path
     assert ChatTemplate.open(folder, ChatTemplateConfig(model_path=str(other))).render(turns("U")) == "other U"
 
 
+def test_hf_is_the_template_of_the_checkpoint(checkpoint: Callable[..., Path]) -> None:
+    own = ChatTemplate.open(checkpoint(chat_template=JINJA["chatml"]), "hf")
+    assert own.render(turns("U")).startswith("<|im_start|>user\nU")
+    with pytest.raises(InvalidCheckpoint, match="has none"):
+        ChatTemplate.open(checkpoint(), "hf")
+    with pytest.raises(InvalidParameter, match="has user, model_path, which it has no part in"):
+        ChatTemplate.open(checkpoint(), ChatTemplateConfig("hf", user="U", model_path="."))
+
+
 def test_the_meta_instruction_goes_into_a_jinja_template(checkpoint: Callable[..., Path]) -> None:
     template = ChatTemplate.open(checkpoint(chat_template=JINJA["chatml"]), ChatTemplateConfig(meta_instruction="M"))
     assert template.render(turns("U")).startswith("<|im_start|>system\nM<|im_end|>\n<|im_start|>user\nU")

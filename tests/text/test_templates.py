@@ -35,6 +35,7 @@ LLAMA3 = (
 VICUNA = "S USER: U ASSISTANT: A</s>USER: V ASSISTANT: "
 GLM4 = "<|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>\n"
 MISTRAL = "[INST] S\n\nU [/INST]A</s>[INST] V [/INST]"
+DEEPSEEK_V3_2 = "S<｜User｜>U<｜Assistant｜></think>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜></think>"
 DEEPSEEK = "User: U\n\nAssistant: A<｜end▁of▁sentence｜>User: V\n\nAssistant:"
 PHI3 = "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n"
 ULTRA = "User: S</s>\nUser: U</s>\nAssistant: A</s>\nUser: V</s>\nAssistant: "
@@ -46,6 +47,9 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "internvl2-internlm2": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "internvl2_5": (CHATML, ["<|im_start|>", "<|im_end|>"]),
     "qwen": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen2d5": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen2d5-vl": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
+    "minicpmv-2d6": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "qwen3": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "yi": (CHATML, ["<|im_end|>", "<|endoftext|>"]),
     "dbrx": (CHATML, ["<|im_end|>"]),
@@ -81,10 +85,8 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     ),
     "deepseek": ("S\n\n" + DEEPSEEK, []),
     "deepseek-v3": ("S<｜User｜>U<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜>", []),
-    "deepseek-v3.2": (
-        "S<｜User｜>U<｜Assistant｜></think>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜></think>",
-        [],
-    ),
+    "deepseek-v3.2": (DEEPSEEK_V3_2, []),
+    "deepseek-v32": (DEEPSEEK_V3_2, []),
     "deepseek-vl": ("S\n\n" + DEEPSEEK, []),
     "deepseek-vl2": (
         "<｜begin▁of▁sentence｜>S\n\n" + DEEPSEEK.replace("User", "<|User|>").replace("Assistant", "<|Assistant|>"),
@@ -169,7 +171,10 @@ SYSTEM = {
     "got-ocr2": "You should follow the instructions carefully and explain your answers in detail.",
     "llava-v1": "A chat between a curious human and an artificial intelligence assistant. The assistant",
     "mini-gemini-vicuna": "A chat between a curious human and an artificial intelligence assistant. The assistant",
+    "minicpmv-2d6": "You are a helpful assistant.",
     "qwen": "You are a helpful assistant.",
+    "qwen2d5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "qwen2d5-vl": "You are a helpful assistant.",
     "ultracm": "A one-turn chat between a curious user and an artificial intelligence assistant.",
     "ultralm": "A one-turn chat between a curious user and an artificial intelligence assistant.",
     "vicuna": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, de",
