@@ -64,7 +64,7 @@ async def test_while_it_decodes_what_there_is_comes_first(streaming: bool) -> No
             async for chunk in engine.generate("Hi", LONG, timeout=0.05, stream_response=streaming):
                 chunks.append(chunk)
 
-        with pytest.raises(DeadlineExceeded, match="tokens of its answer"):
+        with pytest.raises(DeadlineExceeded, match="its answer had"):
             await read()
         assert chunks[-1].finish_reason == "error"
         assert sum(len(chunk.token_ids) for chunk in chunks) == chunks[-1].generate_token_len > 0
@@ -80,7 +80,7 @@ async def test_after_it_was_preempted() -> None:
             await until(lambda: request.sequences[0].state is SequenceState.DECODE)
             scheduler._preempt(request.sequences[0])
             scheduler.admission.max_running = 1  # keeps it waiting
-            with pytest.raises(DeadlineExceeded, match="tokens of its answer"):
+            with pytest.raises(DeadlineExceeded, match="its answer had"):
                 await second
         assert not first.done()
         first.cancel()

@@ -122,5 +122,5 @@ def test_blocks_that_chunks_do_not_end_with_are_refused() -> None:
     assert spec.window == CHUNK
     for each in (spec, quantized(spec, FORMATS["int8"])):
         assert each.parts(16, torch.float32)
-        with pytest.raises(InvalidParameter, match="block_size is 32, and the model attends within chunks of 48"):
+        with pytest.raises(InvalidParameter, match="block_size is 32, but the model attends within chunks of 48"):
             each.parts(32, torch.float32)

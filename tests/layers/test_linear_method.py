@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm import kernels
+from asyncllm.layers.bypass import Bypass, LinearBypass
 from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import LinearMethod, Weighted
@@ -119,10 +120,13 @@ SHARDS = {
     "attn.q_down": "replicated",
     "attn.kv": "column",
     "attn.kv_down": "replicated",
+    "attn.gate": "column",
     "attn.out": "row",
+    "attn.product": "replicated",
     "mlp.gate_up": "column",
     "mlp.up": "column",
     "mlp.down": "row",
+    "mlp.product": "replicated",
     "mlp.router": "replicated",
     "mlp.shared_gate": "replicated",
     "mlp.shared.gate_up": "column",
@@ -163,10 +167,10 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
             assert attn.kv.unit == attn.nope_dim + attn.out.unit
             assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
             assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
-        elif attn is not None and not isinstance(attn, StateLayer):
+        elif attn is not None and not isinstance(attn, StateLayer | Bypass | LinearBypass):
             assert attn.qkv.unit == attn.out.unit == attn.head_dim
             assert attn.qkv.rows["q"].stop == attn.out.in_features
-        if block.mlp is None:
+        if block.mlp is None or isinstance(block.mlp, Bypass | LinearBypass):
             continue
         if model.config.gated:
             assert block.mlp.gate_up.rows["gate"].stop == block.mlp.down.in_features

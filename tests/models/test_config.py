@@ -317,7 +317,7 @@ UNSUPPORTED = [
     ("hidden_act", 3),
     ("torch_dtype", "int8"),
     ("dtype", 16),
-    ("quantization_config", {"quant_method": "bitsandbytes"}),
+    ("quantization_config", {"quant_method": "hqq"}),
     ("use_logn_attn", True),
     ("dtype", "torch.int8"),
     ("partial_rotary_factor", 0.5),

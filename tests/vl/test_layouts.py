@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm.models.refused import REFUSED_DECODERS
 from asyncllm.models.registry import families, open_model
 from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
 from asyncllm.vl.processor import open_processor
@@ -149,7 +150,7 @@ def test_each_class_that_transformers_has_is_read_or_refused_by_name() -> None:
 
     # What acts, reads proteins and guesses blocks of tokens.
     others = {"PI0ForConditionalGeneration", "EvollaForProteinText2Text", "DiffusionGemmaForBlockDiffusion"}
-    assert set(CLASSES.values()) <= {*VISION_MODELS, *REFUSED_MODELS, *families(), *others}
+    assert set(CLASSES.values()) <= {*VISION_MODELS, *REFUSED_MODELS, *REFUSED_DECODERS, *families(), *others}
     nearest = {each.nearest for each in REFUSED_MODELS.values()}
     assert nearest <= set(VISION_MODELS)
 

@@ -39,8 +39,6 @@ REFUSED_MODELS: Mapping[str, Refused] = {
     ),
     "FastVlmForConditionalGeneration": Refused("FastVLM", _OWN_TOWER, _NEAREST_LLAVA),
     "Florence2ForConditionalGeneration": Refused("Florence-2", _CROSS, "PaddleOCRVLForConditionalGeneration"),
-    "FuyuForCausalLM": Refused("Fuyu", _NEITHER, "Qwen2_5_VLForConditionalGeneration"),
-    "GitForCausalLM": Refused("GIT", _NEITHER, _NEAREST_LLAVA),
     "Glm5NextForConditionalGeneration": Refused("GLM-5 Next", _NEITHER, "Glm46VForConditionalGeneration"),
     "GOTQwenForCausalLM": Refused(
         "GOT-OCR 2.0, as its authors published it", _NOTHING, "GotOcr2ForConditionalGeneration"
