@@ -98,7 +98,7 @@ def test_batched(model: DecoderLM, alone: list[Bits]) -> None:
     found, stats = answers(model, PROMPTS, num_gpu_blocks=ROOM)
     assert found == alone
     assert stats.preemptions == 0
-    assert stats.steps < len(PROMPTS) * CONFIG.max_new_tokens / 2, "rows shared steps"
+    assert stats.steps < len(PROMPTS) * CONFIG.max_new_tokens / 4, "many rows shared a step"
 
 
 def test_preempted_and_computed_again(model: DecoderLM, alone: list[Bits]) -> None:
@@ -132,7 +132,7 @@ def test_with_cached_beginnings_that_are_evicted_all_the_time(model: DecoderLM, 
     assert found == alone
     assert num_evicted > 10 * TIGHT
     assert stats.cached_tokens > 50 * BLOCK_SIZE
-    assert stats.preemptions > 0
+    assert stats.preemptions > 10
 
 
 def test_resumed_in_a_session_after_its_blocks_were_evicted(model: DecoderLM, alone: list[Bits]) -> None:
