@@ -108,8 +108,8 @@ class _Changes:
     def _take(self, name: str, tensor: Tensor) -> None:
         """Keep one tensor of the adapter for the weight that it changes or replaces. Raises InvalidCheckpoint,
         UnsupportedModel."""
-        if not name.startswith(_PREFIX) or not tensor.is_floating_point():
-            raise InvalidCheckpoint(f"{self._folder}: {short(name)} is not a tensor of PEFT's.")
+        if not tensor.is_floating_point():
+            raise InvalidCheckpoint(f"{self._folder}: {short(name)} does not hold floats. Download it again.")
         bare = name.removeprefix(_PREFIX)
         for end, part in _PARTS.items():
             if bare.endswith(f".{end}"):

@@ -59,13 +59,16 @@ _FREE = frozenset(
 _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
 
 _REASONS: Mapping[str, str] = {
-    "use_dora": "DoRA scales every output by the norm of the merged weight; merge it into its base model",
-    "modules_to_save": "whole modules of an adapter's own would be copies for each adapter; merge it into its base",
-    "lora_bias": "biases of B are not added; merge it into its base model",
-    "layer_replication": "the model would have other layers than its base",
-    "trainable_token_indices": "embeddings are the base model's; merge it into its base model",
-    "target_parameters": "experts and routers have no adapters; merge it into its base model",
+    "use_dora": "DoRA scales every output by the norm of the merged weight",
+    "modules_to_save": "whole modules of an adapter's own would be copies for each adapter",
+    "lora_bias": "biases of B are not added",
+    "trainable_token_indices": "embeddings are the base model's",
+    "target_parameters": "experts and routers have no adapters",
 }
+
+_MERGE = "Merge the adapter into its base model (`asyncllm lite merge_lora`)."
+_MERGE_WITH_PEFT = "Merge the adapter into its base model with PEFT."
+_SAVE_AGAIN = "Save the adapter again with PEFT."
 
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base's weights too."""
@@ -73,10 +76,10 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ENDS: Mapping[str, str] = {
     ".lora_magnitude_vector": "use_dora: " + _REASONS["use_dora"],
     ".lora_magnitude_vector.weight": "use_dora: " + _REASONS["use_dora"],
-    ".lora_embedding_A": "embeddings have no adapters; merge it into its base model",
-    ".lora_embedding_B": "embeddings have no adapters; merge it into its base model",
+    ".lora_embedding_A": "embeddings have no adapters",
+    ".lora_embedding_B": "embeddings have no adapters",
     ".base_layer.weight": "it is PEFT's copy of an embedding or head that target_modules name, and those have no "
-    "adapters; merge it into its base model",
+    "adapters",
     ".lora_B.bias": "lora_bias: " + _REASONS["lora_bias"],
     ".trainable_tokens_delta": "trainable_token_indices: " + _REASONS["trainable_token_indices"],
 }
@@ -138,7 +141,7 @@ class AdapterFiles:
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in read_tensors(folder):
             end = _A if name.endswith(_A) else _B
-            if not (name.endswith(end) and name.startswith(_PREFIX)):
+            if not name.endswith(end):
                 raise _refusal(folder, name)
             _check_matrix(folder, name, tensor)
             # The source is a view of a file.
@@ -190,7 +193,8 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             f"{folder} has neither {WEIGHTS_NAME} nor {PICKLE_NAME}. Give a folder that PEFT has saved an adapter to."
         )
     for name, tensor in tensors:
-        yield _WRAPPERS.sub("", name).replace(_NAMED, "."), tensor
+        name = _WRAPPERS.sub("", name).replace(_NAMED, ".")
+        yield name if name.startswith(_PREFIX) else f"{_PREFIX}{name}", tensor
 
 
 def _digest(folder: Path) -> str:
@@ -224,13 +228,11 @@ def _refusal(folder: Path, name: str) -> ModelError:
     """Return the error for a tensor that is neither lora_A nor lora_B."""
     for end, why in _ENDS.items():
         if name.endswith(end):
-            return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}.")
-    if name.startswith(_PREFIX):
-        return UnsupportedModel(
-            f"{folder}: {short(name)} is another method's, or a weight of its own (modules_to_save or bias), and "
-            f"adapters consist of lora_A and lora_B here. Merge the adapter into its base model."
-        )
-    return InvalidCheckpoint(f"{folder}: {short(name)} is not a tensor of PEFT's, whose names begin with {_PREFIX}")
+            return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}. {_MERGE}")
+    return UnsupportedModel(
+        f"{folder}: {short(name)} is another method's, or a weight of its own (modules_to_save or bias), and "
+        f"adapters consist of lora_A and lora_B here. {_MERGE}"
+    )
 
 
 def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
@@ -240,8 +242,7 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
     if target is None or of_expert or not takes_adapters(layer, target.module):
         raise UnsupportedModel(
             f"{folder}: {short(name)} takes no adapter. Linear layers of attention and MLPs do; experts, routers in "
-            f"float32, embeddings, heads, vision towers and kv_b_proj of latent attention do not. Merge "
-            f"the adapter into its base model."
+            f"float32, embeddings, heads, vision towers and kv_b_proj of latent attention do not. {_MERGE}"
         )
     names = [part for _, part, _ in target.keys]
     shapes = [layer.whole_shapes[part] for part in names]
@@ -252,7 +253,7 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
             f"[{out}, {shapes[0][1]}]. Check that the adapter was trained on this model."
         )
     if len(a) > MAX_RANK:
-        raise UnsupportedModel(f"{folder}: {short(name)} has rank {len(a)}, and the highest is {MAX_RANK}.")
+        raise UnsupportedModel(f"{folder}: {short(name)} has rank {len(a)}, and the highest is {MAX_RANK}. {_MERGE}")
     split: Callable[..., list[Tensor]] = LAYOUTS[target.layout or "flat"]
     pieces = split(b, [shape[0] for shape in shapes], layer)
     shares = [layer.share_of_factors(part, a, piece) for part, piece in zip(names, pieces, strict=True)]
@@ -294,14 +295,16 @@ class AdapterConfig:
                 f"it to PEFT's form."
             )
         if entries.get("peft_type") != "LORA":
-            raise UnsupportedModel(f"{file}: peft_type is {short(entries.get('peft_type'))}, and LORA is implemented.")
+            raise UnsupportedModel(
+                f"{file}: peft_type is {short(entries.get('peft_type'))}, and only LORA is implemented. "
+                f"{_MERGE_WITH_PEFT}"
+            )
         for name, value in entries.items():
             if value and name not in _FREE | _READ | allowed:
                 self._check_other(name, value)
         if entries.get("bias", "none") != "none" and "bias" not in allowed:
             raise UnsupportedModel(
-                f"{file}: bias is {short(entries['bias'])}, and adapters have no biases here ('none'). Merge "
-                f"the adapter into its base model."
+                f"{file}: bias is {short(entries['bias'])}, and adapters have no biases here ('none'). {_MERGE}"
             )
         self._rank = self._number("r", entries.get("r"), whole=True)
         self._alpha = self._number("lora_alpha", entries.get("lora_alpha"))
@@ -335,35 +338,44 @@ class AdapterConfig:
     def _check_other(self, name: str, value: Any) -> None:
         if name == "init_lora_weights" and not (isinstance(value, str) and value.lower().startswith(_CHANGED_BASE)):
             return
-        why = _REASONS.get(name, "it is not known here")
         if name == "init_lora_weights":
-            why = "the base's weights were changed with it. Let PEFT convert it when it is saved"
-        raise UnsupportedModel(f"{self._file}: {short(name)} = {short(value)} is not implemented: {why}.")
+            why = "the base's weights were changed with it. Let PEFT convert it when it is saved."
+        elif name in _REASONS:
+            why = f"{_REASONS[name]}. {_MERGE}"
+        else:
+            why = f"it is not known here. {_MERGE_WITH_PEFT}"
+        raise UnsupportedModel(f"{self._file}: {short(name)} = {short(value)} is not implemented: {why}")
 
     def _flag(self, name: str, value: Any) -> bool:
         if value not in (None, False, True) or isinstance(value, float):
-            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be true or false.")
+            raise InvalidCheckpoint(
+                f"{self._file}: {name} is {short(value)}, and has to be true or false. {_SAVE_AGAIN}"
+            )
         return bool(value)
 
     def _number(self, name: str, value: Any, *, whole: bool = False) -> float:
         number = type(value) is int or (type(value) is float and not whole)
         if not number or not abs(value) <= MAX_NUMBER or (whole and value < 1):
-            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, which is no number for it.")
+            kind = "an integer from 1 on" if whole else "a finite number"
+            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be {kind}. {_SAVE_AGAIN}")
         return float(value)
 
     def _patterns(self, name: str, value: Any, *, whole: bool = False) -> list[tuple[re.Pattern[str], float]]:
         if not isinstance(value or {}, dict):
-            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be an object.")
+            raise InvalidCheckpoint(f"{self._file}: {name} is {short(value)}, and has to be an object. {_SAVE_AGAIN}")
         patterns = []
         for key, number in (value or {}).items():
             if not _PATTERN.fullmatch(key) or len(re.findall(r"[*+{]|[^(]\?", key)) > _MAX_REPEATS:
                 raise UnsupportedModel(
-                    f"{self._file}: the pattern {short(key)} of {name} is too involved to be searched."
+                    f"{self._file}: the pattern {short(key)} of {name} is too involved to be searched. "
+                    f"Name the modules one by one."
                 )
             try:
                 patterns.append((re.compile(rf"(.*\.)?({key})$"), self._number(name, number, whole=whole)))
             except re.error as error:
-                raise InvalidCheckpoint(f"{self._file}: {short(key)} in {name} is no pattern ({error}).") from None
+                raise InvalidCheckpoint(
+                    f"{self._file}: {short(key)} in {name} is no pattern ({error}). Correct the file."
+                ) from None
         return patterns
 
     def targets_parameter(self, name: str) -> bool:
@@ -378,13 +390,14 @@ class AdapterConfig:
             module == name or (isinstance(name, str) and module.endswith(f".{name}")) for name in self._targets
         ):
             raise InvalidCheckpoint(
-                f"{self._file}: target_modules {short(self._targets)} do not name {short(module)}, which has tensors."
+                f"{self._file}: target_modules {short(self._targets)} do not name {short(module)}, which has tensors. "
+                f"Take both files from the same adapter."
             )
         expected = next((number for pattern, number in self._ranks if pattern.match(module)), self._rank)
         if rank != expected:
             raise InvalidCheckpoint(
                 f"{self._file}: {short(module)} is of rank {expected:g} by r and rank_pattern, and its tensors "
-                f"are of rank {rank}."
+                f"are of rank {rank}. Take both files from the same adapter."
             )
         alpha = next((number for pattern, number in self._alphas if pattern.match(module)), self._alpha)
         return alpha / (math.sqrt(rank) if self._rslora else rank)

@@ -183,7 +183,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], kind: type[ModelError], named: str
 ) -> None:
     folder = write_adapter(tmp_path, {Q: (64, 48)}, **config)
-    with pytest.raises(kind, match=named):
+    with pytest.raises(kind, match=rf"{named}.*\. (Correct|Fuse|Let|Merge|Name|Save|Take) "):
         AdapterFiles.read(folder, open_case(LLAMA))
 
 
@@ -228,10 +228,11 @@ def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
         (".layers.", "._fsdp_wrapped_module.layers."),
         (".self_attn", "._checkpoint_wrapped_module.self_attn"),
         ("model.model.layers", "model.layers"),
+        ("base_model.model.model.layers", "model.layers"),
     ],
 )
 def test_names_that_trainers_leave_are_pefts(tmp_path: Path, old: str, new: str) -> None:
-    """Of the adapter while it was trained, of compiled and sharded modules, and of a model without its head."""
+    """Of the adapter while it was trained, of compiled and sharded modules, of a model without its head or wrapper."""
     folder, model = write_adapter(tmp_path, llama_shapes("q_proj")), open_case(LLAMA)
     expected = AdapterFiles.read(folder, model).layers
     file = folder / "adapter_model.safetensors"
