@@ -157,8 +157,9 @@ class AdapterFiles:
                 )
             name = module.removeprefix(_PREFIX)
             scale = config.scale(name, len(pair[_A]))
-            path, parts = _placed(folder, model, name, pair[_A], pair[_B] * scale)
-            layers.setdefault(path, []).extend(parts)
+            placed = _placed(folder, model, name, pair[_A], pair[_B] * scale)
+            if placed is not None:
+                layers.setdefault(placed[0], []).extend(placed[1])
         if not layers:
             raise InvalidCheckpoint(f"{folder} holds no tensor of an adapter. Download it again.")
         for path, parts in layers.items():
@@ -235,11 +236,14 @@ def _refusal(folder: Path, name: str) -> ModelError:
     )
 
 
-def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]]:
-    """Return the layer that the checkpoint's module `name` is, or is parts of, and the additions to them."""
+def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]] | None:
+    """Return the layer that the checkpoint's module `name` is, or is parts of, and the additions to them; None if it
+    takes no adapter and needs none, because training has left `b` at zero."""
     target, layer = _found(folder, model, name)
     of_expert = target is not None and any(expert is not None for _, _, expert in target.keys)
     if target is None or of_expert or not takes_adapters(layer, target.module):
+        if not b.any():  # towers in training on texts alone, keys of layers that read another layer's
+            return None
         raise UnsupportedModel(
             f"{folder}: {short(name)} takes no adapter. Linear layers of attention and MLPs do; experts, routers in "
             f"float32, embeddings, heads, vision towers and kv_b_proj of latent attention do not. {_MERGE}"

@@ -309,6 +309,29 @@ def test_modules_that_take_no_adapter_are_refused(tmp_path: Path) -> None:
             AdapterFiles.read(write_adapter(tmp_path / str(index), {module: (64, 48)}), model)
 
 
+def test_factors_of_zeros_may_be_where_no_adapter_applies(tmp_path: Path) -> None:
+    """PEFT's B begins at zero, and stays there for a tower that saw no image, and for keys that no layer reads."""
+    shared, tower = (
+        open_case(Case("gemma3n", "default")),
+        open_model(vlm_folder("llava"), dtype=torch.float32, device=torch.device("cpu")),
+    )
+    cases = [
+        (shared, "model.layers.4.self_attn.k_proj"),
+        (tower, "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
+    ]
+    for index, (model, module) in enumerate(cases):
+        out, size = model.get_submodule("layers.1.attn.qkv").whole_shapes["q"]
+        taken = "model.layers.1.self_attn.q_proj"
+        folder = write_adapter(tmp_path / str(index), {taken: (out, size), module: (48, 64)})
+        with pytest.raises(UnsupportedModel, match=module.rpartition(".")[2]):
+            AdapterFiles.read(folder, model)
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors[f"base_model.model.{module}.lora_B.weight"].zero_()
+        save_file(tensors, file)
+        assert set(AdapterFiles.read(folder, model).layers) == {"layers.1.attn.qkv"}
+
+
 def test_files_that_are_not_there_or_broken_are_refused(tmp_path: Path) -> None:
     model = open_case(LLAMA)
     with pytest.raises(ModelNotFound):
