@@ -30,7 +30,7 @@ from asyncllm.kernels.linear import (
     linear_invariant,
     linear_silu_mul,
 )
-from asyncllm.kernels.lora import LoRAWeights, add_lora
+from asyncllm.kernels.lora import LoRAWeights, RowGroups, add_lora, group_rows
 from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, mean_squares, rms_norm
@@ -71,6 +71,7 @@ __all__ = [
     "RoundedRows",
     "Rounding",
     "Routing",
+    "RowGroups",
     "ScaledWeight",
     "Segments",
     "StatePlan",
@@ -93,6 +94,7 @@ __all__ = [
     "gather_lines",
     "gather_rows",
     "gelu_tanh_mul",
+    "group_rows",
     "latent_decode_attention",
     "latent_prefill_attention",
     "layer_norm",

@@ -9,7 +9,7 @@ from asyncllm import kernels
 from asyncllm.kernels import LoRAWeights
 from asyncllm.layers.step_inputs import Column, StepInputs
 
-__all__ = ["ADAPTER_SLOTS", "LayerAdapters"]
+__all__ = ["ADAPTER_SLOTS", "LayerAdapters", "group_adapters"]
 
 ADAPTER_SLOTS = Column(
     name="adapter_slots",
@@ -19,6 +19,10 @@ ADAPTER_SLOTS = Column(
     of_slot=lambda start: start.adapter_slot,
 )
 """-1 for a token without an adapter."""
+
+
+_FEW = 64
+"""Maximum number of tokens that are all grouped, those of prompts too: larger tiles would be nearly empty."""
 
 
 class LayerAdapters:
@@ -35,6 +39,13 @@ class LayerAdapters:
             x,
             step[ADAPTER_SLOTS],
             self.weights,
-            num_single=step.num_decode,
+            groups=step.adapter_groups,
             batch_invariant=step.batch_invariant,
         )
+
+
+def group_adapters(step: StepInputs) -> None:
+    """Group the rows of a step with adapters by these, once for all layers, before the first one's kernels."""
+    if step.adapted and not step.batch_invariant:
+        slots = step[ADAPTER_SLOTS]
+        step.adapter_groups = kernels.group_rows(slots if len(slots) <= _FEW else slots[: step.num_decode])

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation, StatePlan, States, plan_states
+from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation, RowGroups, StatePlan, States, plan_states
 from asyncllm.protocol import Batch, SlotStart
 
 __all__ = [
@@ -157,6 +157,8 @@ class StepInputs:
     layer_inputs: Tensor | None = field(default=None, init=False)
     """[T, layers, features]: each layer's own inputs besides the stream, in models with per-layer embeddings. Written
     by the model before its first layer."""
+    adapter_groups: RowGroups | None = field(default=None, init=False)
+    """The first rows, by adapter. Written by the model before its first layer."""
     image_tokens: Tensor | None = field(default=None, init=False)
     """[F] int64: the tokens with features, in order. Written by the first layer that needs it."""
     attention_plans: dict[Hashable, tuple[DecodePlan | None, PrefillPlan | None]] = field(
@@ -202,6 +204,7 @@ class StepInputs:
             step = dataclasses.replace(self, places=places, block_tables=block_tables, more_groups=(), layer_groups=())
             self.group_steps[group] = step
         step.rotations, step.query_scale = self.rotations, self.query_scale
+        step.adapter_groups = self.adapter_groups
         return step
 
     def select(

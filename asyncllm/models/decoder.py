@@ -18,6 +18,7 @@ from asyncllm.layers.chunked_attention import ChunkedAttention
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.lora import group_adapters
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm, RMSNorm
@@ -277,16 +278,19 @@ class DecoderLM(nn.Module):
         """
         last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
         self.place(step)
+        group_adapters(sampled.inputs)
         branch, selected = last(None, residual, step, sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
 
     def place(self, step: StepInputs) -> None:
-        """Compute, once for all layers, what they derive from the tokens' positions."""
+        """Compute, once for all layers, what they derive from the tokens' positions and adapters."""
         if not step.rotations:
             step.rotations = tuple(rotary(step) for rotary in self.rotaries)
         if self.config.query_scaling is not None and step.query_scale is None:
             step.query_scale = self.config.query_scaling.scales(step.positions)
+        if step.adapter_groups is None:
+            group_adapters(step)
 
     def embedded(self, step: StepInputs) -> Tensor:
         """Return the residual stream before the first layer [T, stream_size]."""

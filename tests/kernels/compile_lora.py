@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton.lora import BLOCK_K, expand_kernel, rows_and_splits, shrink_kernel, turns_of
-from asyncllm.kernels.triton.lora_rows import expand_row_kernel, shrink_row_kernel, splits_of
+from asyncllm.kernels.triton.lora_groups import expand_group_kernel, group_rows_kernel, shrink_group_kernel, splits_of
 from tests.kernels.offline import Case
 
 K, SIZES, RANK = 4096, (4096, 1024, 1024, 0), 16
@@ -33,20 +34,33 @@ def _cases(tokens: int) -> list[Case]:
     ]
 
 
-def _row_cases(rank: int) -> list[Case]:
-    same = {"WIDTH": 3 * rank, "RANK": rank, "SLOT_STRIDE": SLOT, "RANKS_STRIDE": 128, "USE_PDL": True}
-    shrink = {"K": K, "SPAN": 1024, "BLOCK_K": 8192 // rank, **same}
-    splits = splits_of(K)
+def _group_cases(rank: int) -> list[Case]:
+    same = {
+        "WIDTH": 3 * rank,
+        "RANK": rank,
+        "SLOT_STRIDE": SLOT,
+        "RANKS_STRIDE": 128,
+        "GROUP": GROUP,
+        "USE_PDL": True,
+    }
+    shrink = {"K": K, "SPAN": 1024, "BLOCK_K": 4096 // rank, **same}
     sizes = {f"SIZE_{index}": size for index, size in enumerate(SIZES)}
-    expand = {**sizes, "BLOCK_N": 8192 // rank, "SPLITS": splits, "ALL_SPLITS": splits, **same}
-    types = {"slots_ptr": "*i32", "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
+    expand = {**sizes, "BLOCK_N": 8192 // rank, "SPLITS": splits_of(K), **same}
+    groups = {"group_slots_ptr": "*i32", "group_rows_ptr": "*i32"}
+    types = {**groups, "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
     return [
-        Case(f"shrink a row {rank}", shrink_row_kernel, {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"}, shrink),
-        Case(f"expand a row {rank}", expand_row_kernel, {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}, expand),
+        Case(f"shrink groups {rank}", shrink_group_kernel, {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"}, shrink),
+        Case(f"expand groups {rank}", expand_group_kernel, {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}, expand),
     ]
+
+
+def _grouping(rows: int) -> Case:
+    types = {"slots_ptr": "*i32", "group_slots_ptr": "*i32", "group_rows_ptr": "*i32", "num_rows": "i32"}
+    return Case(f"grouping {rows}", group_rows_kernel, types, {"GROUP": GROUP, "ALL_ROWS": rows, "COMPARED": 32})
 
 
 CASES = [
     *(case for tokens in (48, 300, 4096) for case in _cases(tokens)),
-    *(case for rank in (16, 64) for case in _row_cases(rank)),
+    *(case for rank in (16, 64) for case in _group_cases(rank)),
+    *(_grouping(rows) for rows in (64, 256, 1024)),
 ]

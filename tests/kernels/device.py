@@ -28,8 +28,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Leave NaN in the memory that the allocator is about to hand out for tensors of these shapes."""
-    kept = [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape in shapes]
+    """Leave NaN, or the largest integer, in the memory that the allocator is about to hand out for tensors of these
+    shapes."""
+    fill = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    kept = [torch.full(shape, fill, dtype=dtype, device=DEVICE) for shape in shapes]
     del kept
 
 

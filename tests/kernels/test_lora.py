@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.kernels import LoRAWeights, add_lora
+from asyncllm.kernels import LoRAWeights, add_lora, group_rows
+from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton import lora as launchers
-from asyncllm.kernels.triton.lora_rows import splits_of
+from asyncllm.kernels.triton import lora_groups
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
 
@@ -56,19 +57,19 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_single", "sizes", "k", "dtype", "batch_invariant"),
+    ("tokens", "num_grouped", "sizes", "k", "dtype", "batch_invariant"),
     [
         (1, 1, (24,), 40, torch.float32, False),
         (21, 0, (72, 8, 8, 3), 1100, torch.bfloat16, False),
         (21, 21, (600, 30), 90, torch.float16, False),
         (70, 0, (150, 150), 130, torch.bfloat16, False),
         (70, 5, (150, 16), 1030, torch.bfloat16, False),
-        (70, 99, (24,), 1030, torch.float16, False),
-        (70, 5, (33,), 1030, torch.float16, True),
+        (70, 70, (24,), 1030, torch.float16, False),
+        (70, 0, (33,), 1030, torch.float16, True),
     ],
 )
 def test_the_kernels_do_as_the_reference(
-    tokens: int, num_single: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
+    tokens: int, num_grouped: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
 ) -> None:
     seed = fresh_seed()
     lora = weights(seed, sizes, k, dtype=dtype)
@@ -76,8 +77,10 @@ def test_the_kernels_do_as_the_reference(
     slots = slots_of(tokens, seed)
 
     def run() -> Tensor:
-        poison((max(splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
-        return launchers.add_lora(y.clone(), x, slots, lora, num_single=num_single, batch_invariant=batch_invariant)
+        poison((num_grouped * (1 + GROUP),), dtype=torch.int32)
+        groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
+        poison((max(lora_groups.splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
+        return launchers.add_lora(y.clone(), x, slots, lora, groups=groups, batch_invariant=batch_invariant)
 
     found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
@@ -87,7 +90,11 @@ def test_the_kernels_do_as_the_reference(
     assert torch.equal(found, y) == (not changed)
 
 
-@pytest.mark.parametrize("add", [add_lora.reference, launchers.add_lora])
+def in_groups(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
+    return launchers.add_lora(y, x, slots, lora, groups=lora_groups.group_rows(slots))
+
+
+@pytest.mark.parametrize("add", [add_lora.reference, launchers.add_lora, in_groups])
 def test_a_row_is_what_it_is_whatever_stands_beside_it(add: object) -> None:
     """Also where a neighbour's adapter is broken."""
     assert callable(add)
@@ -103,20 +110,37 @@ def test_a_row_is_what_it_is_whatever_stands_beside_it(add: object) -> None:
     assert beside[0].isnan().all()
 
 
-def test_rows_of_their_own_go_by_row_or_to_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 1), (3, 0), (16, 1), (40, 1), (70, 3), (130, 99)])
+def test_groups_have_all_rows_of_their_adapter_in_order(num_rows: int, num_slots: int) -> None:
+    generator = torch.Generator().manual_seed(fresh_seed())
+    slots = torch.randint(-1, num_slots, (num_rows,), generator=generator).to(torch.int32)
+    poison((num_rows * (1 + GROUP),), dtype=torch.int32)
+    expected, found = group_rows.reference(slots), lora_groups.group_rows(slots.to(DEVICE))
+    assert torch.equal(found.slots.cpu(), expected.slots)
+    count = int((expected.slots >= 0).sum())
+    assert torch.equal(found.rows[:count].cpu(), expected.rows[:count])
+    rows = [row for group in expected.rows[:count].tolist() for row in group if row >= 0]
+    assert sorted(rows) == (slots >= 0).nonzero().flatten().tolist()
+    assert all(len(set(slots[group[group >= 0]].tolist())) == 1 for group in expected.rows[:count])
+    assert count <= num_slots + num_rows // GROUP
+
+
+def test_adapters_that_groups_have_no_room_for_go_to_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adapter of a tile costs a program some memory latencies: a tile of 64 rows may have 64 of them."""
-    lora, taken = weights(3, (24,), 40, dtype=torch.float32), []
-    monkeypatch.setattr(launchers, "add_lora_by_row", lambda y, *_: taken.append(("row", len(y))))
+    taken: list[tuple[object, int]] = []
+    monkeypatch.setattr(
+        launchers, "add_lora_in_groups", lambda y, x, groups, lora: taken.append((None, len(groups[0])))
+    )
     monkeypatch.setattr(launchers, "_add_in_tiles", lambda y, *_, single: taken.append((single, len(y))))
-    for tokens, num_single in ((60, 0), (300, 0), (300, 64), (300, 65), (300, 300), (0, 0)):
-        rows = random(tokens, 40)
-        launchers.add_lora(rows[:, :24], rows, slots_of(tokens, 1), lora, num_single=num_single)
-    assert taken == [("row", 60), (False, 300), ("row", 64), (False, 236), (True, 65), (False, 235), (True, 300)]
+    for rank, num_grouped in ((32, 300), (32, 65), (32, 0), (128, 65)):
+        lora, rows, slots = weights(3, (24,), 40, rank=rank, dtype=torch.float32), random(300, 40), slots_of(300, 1)
+        launchers.add_lora(rows[:, :24], rows, slots, lora, groups=lora_groups.group_rows(slots[:num_grouped]))
+    assert taken == [(None, 300), (None, 65), (False, 235), (False, 300), (True, 65), (False, 235)]
 
 
 def test_compiled() -> None:
     found = offline.compiled("compile_lora")
     assert {name: case.spilled_bytes for name, case in found.items()} == dict.fromkeys(found, 0)
-    tiles = [case for name, case in found.items() if "a row" not in name]
-    assert all(case.wgmma or case.mma for case in tiles), "tensor cores multiply"
+    products = [case for name, case in found.items() if "grouping" not in name]
+    assert all(case.wgmma or case.mma for case in products), "tensor cores multiply"
     assert all(case.shared_bytes <= offline.MAX_SHARED_BYTES for case in found.values())

@@ -1,5 +1,5 @@
-"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it. `lora_rows`
-has kernels for few rows.
+"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
+`lora_groups` has the kernels for decode rows.
 
 Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It processes the adapters of
 these slots that occur in the tile, one after the other: each is multiplied by the whole tile, and a row keeps the
@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
+from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights, RowGroups
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, MOST_ROWS, add_lora_by_row, part_of
+from asyncllm.kernels.triton.lora_groups import MOST_RANK, add_lora_in_groups, part_of
 
-__all__ = ["BLOCK_K", "add_lora", "by_row", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
+__all__ = ["BLOCK_K", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
 
 _FEW_TILED = 512
 """Number of rows in runs up to which their tiles are too few to fill a device."""
@@ -142,13 +142,6 @@ def expand_kernel(
         tl.store(places, round_to(y + total, dtype), mask=mask)
 
 
-def by_row(rows: int, lora: LoRAWeights, *, batch_invariant: bool) -> bool:
-    """Return whether each of the single rows gets its own programs. Rows with one and the same adapter run faster in
-    tiles."""
-    shared = len(lora.a) == 1 and rows > 16
-    return rows <= MOST_ROWS and lora.b.shape[-1] <= MOST_RANK and not shared and not batch_invariant
-
-
 def rows_and_splits(rows: int, features: int, *, single: bool) -> tuple[int, int]:
     """Return the number of rows per tile, and the number of programs among which the sum over the input `features` is
     split. `single` rows may each have a different adapter."""
@@ -167,17 +160,22 @@ def turns_of(rows: int, block_t: int, num_slots: int) -> tuple[int, int]:
 
 
 def add_lora(
-    y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, batch_invariant: bool = False
+    y: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    lora: LoRAWeights,
+    *,
+    groups: RowGroups | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
-    tokens = len(x)
-    # With few rows, and where no result may depend on their number, all count as single.
-    single = tokens if tokens <= MOST_ROWS or batch_invariant else min(num_single, tokens)
-    if single and by_row(single, lora, batch_invariant=batch_invariant):
-        add_lora_by_row(y[:single], x[:single], slots[:single], lora)
-    elif single:
-        _add_in_tiles(y[:single], x[:single], slots[:single], lora, single=True)
-    if single < tokens:
+    single = len(x) if batch_invariant else 0 if groups is None else len(groups.slots)
+    if single:
+        if groups is None or lora.b.shape[-1] > MOST_RANK:
+            _add_in_tiles(y[:single], x[:single], slots[:single], lora, single=True)
+        else:
+            add_lora_in_groups(y, x, groups, lora)
+    if single < len(x):
         _add_in_tiles(y[single:], x[single:], slots[single:], lora, single=False)
     return y
 
