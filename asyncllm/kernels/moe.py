@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncllm.kernels.activation import activate, gelu_tanh_mul, sigmoid, silu_mul
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["Routing", "fused_experts", "fused_experts_invariant", "route"]
+__all__ = ["Routing", "fused_experts", "fused_experts_invariant", "gate_of_experts", "route"]
 
 GATE_SLOPE = 1.702
 """Slope of the gate with a limit: x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel, 2016)."""
@@ -116,10 +116,7 @@ def fused_experts(
     for expert, count in enumerate(counts):
         if count:
             product = F.linear(rows[start : start + count], gate_up[expert], _row(gate_up_bias, expert))
-            if gate_up.shape[1] == down.shape[2]:
-                hidden = activate(product, "squared_relu")
-            else:
-                hidden = _gate(product, limit, gelu=gelu)
+            hidden = gate_of_experts(product, down.shape[2], limit=limit, gelu=gelu)
             outputs[start : start + count] = F.linear(hidden, down[expert], _row(down_bias, expert))
             start += count
     chosen = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*expert_ids.shape, -1)
@@ -130,7 +127,11 @@ def _row(bias: Tensor | None, expert: int) -> Tensor | None:
     return None if bias is None else bias[expert]
 
 
-def _gate(x: Tensor, limit: float | None, *, gelu: bool) -> Tensor:
+def gate_of_experts(x: Tensor, size: int, *, limit: float | None = None, gelu: bool = False) -> Tensor:
+    """Return what the second product of experts reads [T, size], from their first product [T, 2 size], or [T, size] for
+    plain experts. See `fused_experts`."""
+    if x.shape[1] == size:
+        return activate(x, "squared_relu")
     if gelu:
         return gelu_tanh_mul(x)
     return silu_mul(x) if limit is None else _limited_mul(x, limit)

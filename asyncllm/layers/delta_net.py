@@ -51,6 +51,9 @@ class GatedDeltaNet(StateLayer):
     float32.
     """
 
+    first_products = ("inputs", "weights")
+    unquantized = ("weights",)
+
     def __init__(
         self,
         layer: int,

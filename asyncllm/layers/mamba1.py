@@ -37,6 +37,9 @@ class Mamba(StateLayer):
     in float32.
     """
 
+    first_products = ("inputs",)
+    unquantized = ("maps", "steps")
+
     def __init__(
         self,
         layer: int,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,9 @@ class StateSpace(Owner):
 class GroupedNorm(Owner):
     """RMS norm, over each group of neighbouring features, of x [T, size] times silu of a gate."""
 
+    stored_less: ClassVar[float] = 0.0
+    """See `Norm`."""
+
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
@@ -56,6 +61,8 @@ class Mamba2(StateLayer):
     The state consists of the latest inputs of the convolution, in the model's dtype, and the memory [H, N, P], in
     float32.
     """
+
+    first_products = ("inputs",)
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["NormedMoE"]
+__all__ = ["NormedMoE", "NormedRouter"]
 
 
 class NormedRouter(Layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ class StateLayer(Layer):
 
     layer: int
     cache_spec: CacheSpec
+    first_products: ClassVar[tuple[str, ...]]
+    """Names of the projections that read the layer's input."""
+    unquantized: ClassVar[tuple[str, ...]] = ()
+    """Names of the projections that tools leave unquantized: small ones that decide what the state keeps."""
 
 
 class CausalConvolution(Layer):
@@ -59,6 +64,8 @@ class CausalConvolution(Layer):
 
 class ShortConvolution(StateLayer):
     """x [T, hidden] -> [T, hidden]: a convolution between two gates that are products of x (LFM2)."""
+
+    first_products = ("gates",)
 
     def __init__(self, layer: int, hidden_size: int, *, length: int, bias: bool) -> None:
         super().__init__()

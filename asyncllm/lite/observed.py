@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm import kernels
+from asyncllm.kernels.moe import gate_of_experts
 from asyncllm.layers.linear_method import LinearMethod, Unquantized, Weighted
 
 __all__ = ["InputStatistics", "Observed"]
@@ -96,8 +96,10 @@ class Observed(Unquantized):
         *,
         limit: float | None = None,
     ) -> Tensor:
-        for expert in torch.unique(expert_ids).tolist():
+        for expert in torch.unique(expert_ids[expert_ids >= 0]).tolist():
             rows = x[(expert_ids == expert).any(-1)]
             self._observe(gate_up, expert, rows)
-            self._observe(down, expert, kernels.silu_mul(F.linear(rows, gate_up.weight[expert])))
+            product = F.linear(rows, gate_up.weight[expert], None if gate_up.bias is None else gate_up.bias[expert])
+            hidden = gate_of_experts(product, down.in_features, limit=limit, gelu=gate_up.gelu)
+            self._observe(down, expert, hidden)
         return super().experts(gate_up, down, x, weights, expert_ids, limit=limit)

@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, ModelError, UnsupportedModel, short
-from asyncllm.layers.block import SingleBlock
 from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
-from asyncllm.layers.moe import MoE
-from asyncllm.layers.norm import Norm
-from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.lite.observed import InputStatistics, Observed
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.search import Reader
-from asyncllm.lite.smoothing import Group, Masters, groups, plain_layers
+from asyncllm.lite.smoothing import Group, Masters, Rows, groups, plain_layers
 from asyncllm.lite.tensors import restored, stored_weights
 from asyncllm.lite.tower import copy_tower_files, tower_modules
 from asyncllm.lite.unfinished import Unfinished, unfinished
@@ -84,7 +80,6 @@ def input_statistics(
     walk: Walk, sequences: Sequence[Sequence[int]], *, tokens_at_once: int, progress: Progress | None = None
 ) -> dict[str, Tensor]:
     """Return NAME.absmax and NAME.absmean, float32 [K], of the inputs of every projection NAME of the checkpoint."""
-    _check_kinds(walk)
     batches = walk.begin(sequences, tokens_at_once)
     found: dict[str, Tensor] = {}
     count = len(walk.layers)
@@ -229,7 +224,7 @@ class _Quantizer:
     def _type_of(self, group: Group) -> torch.dtype:
         """Return the dtype in the file of the module that produces the group's features."""
         plan = self._walk.plan
-        maker = group.maker if isinstance(group.maker, Norm) else group.maker.matrix.layer
+        maker = group.maker.matrix.layer if isinstance(group.maker, Rows) else group.maker
         name = next(name for name in plan.targets if plan.owner(name) is maker)
         return FLOAT_DTYPES[self._entries[name].dtype]
 
@@ -243,26 +238,6 @@ def computes_the_same(before: Tensor, after: Tensor, given: Tensor) -> bool:
     least = differences.argsort()[: -(-9 * len(differences) // 10)]
     tolerance = 1e-3 if before.dtype == torch.float32 else 5e-2
     return bool(differences[least].norm() <= tolerance * changes[least].norm() + 1e-6)
-
-
-def _check_kinds(walk: Walk) -> None:
-    """Raise UnsupportedModel for unknown kinds of layers."""
-    folder = walk.checkpoint.folder
-    for layer, block in enumerate(walk.layers):
-        for module in block.modules():
-            what = None
-            if isinstance(module, SingleBlock):
-                what = "attention and MLP in layers of their own"
-            elif isinstance(module, StateLayer):
-                what = "a state in attention's place"
-            elif isinstance(module, MoE) and (
-                module.limit is not None or module.gate_up.has_bias or module.gate_up.gelu
-            ):
-                what = "experts with biases, a limit or GELU"
-            if what is not None:
-                raise UnsupportedModel(
-                    f"{folder}: layer {layer} has {what}, which is not quantized. Use the model as it is."
-                )
 
 
 def _check_tensors(walk: Walk, recipe: Recipe) -> None:
@@ -309,7 +284,6 @@ def quantize(
     way, ModelError if the folder cannot be written.
     """
     walk = Walk(folder, dtype, device)
-    _check_kinds(walk)
     _check_tensors(walk, recipe)
     how = [recipe, tokens_at_once, dtype, device.type, sequences]
     with ExitStack() as stack:

@@ -14,14 +14,23 @@ from torch import Tensor, nn
 
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.block import AnyBlock, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
+from asyncllm.layers.delta_net import GatedDeltaNet
+from asyncllm.layers.gated_attention import HeadGatedAttention
+from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.mamba2 import GroupedNorm, Mamba2
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
+from asyncllm.layers.normed_experts import NormedMoE, NormedRouter
+from asyncllm.layers.plain_moe import PlainMoE
 from asyncllm.layers.shared_keys import NormedValueAttention
+from asyncllm.layers.short_convolution import ShortConvolution, StateLayer
 
-__all__ = ["Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
+__all__ = ["AnyNorm", "Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
+
+AnyNorm = Norm | GroupedNorm
 
 
 class Matrix(NamedTuple):
@@ -43,7 +52,7 @@ class Rows(NamedTuple):
 class Group:
     """C features that can be divided by scales where they are produced and multiplied where they are read."""
 
-    maker: Norm | Rows
+    maker: AnyNorm | Rows
     readers: tuple[Matrix, ...]
     spread: Tensor | None = None
     """int64 [K]: the feature at each input of the readers; None: input i is feature i."""
@@ -51,7 +60,7 @@ class Group:
     @property
     def size(self) -> int:
         """The number of features, C."""
-        return self.maker.weight.shape[-1] if isinstance(self.maker, Norm) else len(self.maker.rows)
+        return len(self.maker.rows) if isinstance(self.maker, Rows) else self.maker.weight.shape[-1]
 
     def at_inputs(self, scales: Tensor) -> Tensor:
         """scales [C] -> [K]."""
@@ -97,7 +106,7 @@ class Masters:
     def move(self, group: Group, scales: Tensor, stored: torch.dtype) -> Tensor:
         """Divide the group's features by scales [C] where they are produced, multiply where they are read, and return
         the scales used. A norm is rounded to the file's dtype `stored`, and the readers compensate for that."""
-        if isinstance(group.maker, Norm):
+        if not isinstance(group.maker, Rows):
             scales = _divide_norm(group.maker, scales, stored)
             self.changed.add(id(group.maker))
         else:
@@ -113,7 +122,7 @@ class Masters:
         return scales
 
 
-def _divide_norm(norm: Norm, scales: Tensor, stored: torch.dtype) -> Tensor:
+def _divide_norm(norm: AnyNorm, scales: Tensor, stored: torch.dtype) -> Tensor:
     before, less = norm.weight.detach().float(), norm.stored_less
     after = (before / scales - less).to(stored).float() + less
     scales = torch.where((before == 0) | (after == 0), torch.ones_like(before), before / after)
@@ -125,61 +134,100 @@ def _divide_norm(norm: Norm, scales: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def plain_layers(block: AnyBlock) -> list[Weighted]:
-    """Return the layers with a weight that stay unquantized: those that select and weight experts."""
+    """Return the layers with a weight that stay unquantized: those that select and weight experts, and those that a
+    layer with a state declares."""
     found: list[Weighted] = []
     for module in block.modules():
         if isinstance(module, MoE):
-            found.append(module.router)
+            found.append(_router(module))
             if module.shared_gate is not None:
                 found.append(module.shared_gate)
+        elif isinstance(module, StateLayer):
+            found += [_projection(module, name) for name in module.unquantized]
     return found
 
 
 def groups(block: AnyBlock) -> Iterator[Group]:
     """Yield the groups of a block, from the input to the output of each branch."""
-    if isinstance(block, SingleBlock):
-        # `quantize` refuses these.
-        return
     of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
-    if isinstance(block, ParallelBlock) and block.mlp_norm is None:
+    if isinstance(block, SingleBlock):
+        yield from _behind(block.norm, of_attention + of_mlp)
+    elif isinstance(block, ParallelBlock) and block.mlp_norm is None:
         yield from _behind(block.attn_norm, of_attention + of_mlp)
     elif not isinstance(block, PostNormBlock | StreamNormBlock):
         yield from _behind(block.attn_norm, of_attention)
         if block.mlp_norm is not None:
             yield from _behind(block.mlp_norm, of_mlp)
-    yield from _within_attention(block.attn)
-    for module in block.mlp.modules():
+    for module in block.modules():
+        yield from _within_attention(module)
         yield from _within_mlp(module)
 
 
 def _behind(norm: Norm, readers: tuple[Matrix, ...]) -> Iterator[Group]:
-    """Yield the features that a norm produces, unless it has no weight to divide."""
-    if next(norm.parameters(), None) is not None:
+    """Yield the features that a norm produces, unless it has no weight to divide, or nothing known reads them."""
+    if readers and next(norm.parameters(), None) is not None:
         yield Group(norm, readers)
 
 
-def _attention_readers(attention: nn.Module) -> tuple[Matrix, ...]:
-    if isinstance(attention, LatentAttention):
-        return (Matrix(attention.q if attention.q_down is None else attention.q_down), Matrix(attention.kv_down))
-    return (Matrix(attention.qkv),) if isinstance(attention, Attention) else ()
+def _attention_readers(attention: nn.Module | None) -> tuple[Matrix, ...]:
+    match attention:
+        case JointMixers():
+            return _attention_readers(attention.attention) + _attention_readers(attention.state)
+        case StateLayer():
+            return tuple(Matrix(_projection(attention, name)) for name in attention.first_products)
+        case LatentAttention():
+            return (Matrix(attention.q if attention.q_down is None else attention.q_down), Matrix(attention.kv_down))
+        case HeadGatedAttention():
+            return (Matrix(attention.qkv), Matrix(attention.gate))
+        case Attention():
+            return (Matrix(attention.qkv),)
+        case _:
+            return ()
 
 
-def _mlp_readers(mlp: nn.Module) -> tuple[Matrix, ...]:
-    if isinstance(mlp, GatedMLP):
-        return (Matrix(mlp.gate_up),)
-    if isinstance(mlp, PlainMLP):
-        return (Matrix(mlp.up),)
-    if not isinstance(mlp, MoE):
-        return ()
-    experts = tuple(Matrix(mlp.gate_up, expert) for expert in range(mlp.gate_up.num_experts or 0))
-    shared = () if mlp.shared is None else _mlp_readers(mlp.shared)
-    gate = () if mlp.shared_gate is None else (Matrix(mlp.shared_gate),)
-    return (Matrix(mlp.router), *experts, *shared, *gate)
+def _mlp_readers(mlp: nn.Module | None) -> tuple[Matrix, ...]:
+    match mlp:
+        case GatedMLP():
+            return (Matrix(mlp.gate_up),)
+        case PlainMLP():
+            return (Matrix(mlp.up),)
+        case MoE():
+            shared = () if mlp.shared is None else _mlp_readers(mlp.shared)
+            gate = () if mlp.shared_gate is None else (Matrix(mlp.shared_gate),)
+            return (Matrix(_router(mlp)), *_expert_readers(mlp), *shared, *gate)
+        case _:
+            return ()
+
+
+def _expert_readers(moe: MoE) -> tuple[Matrix, ...]:
+    if isinstance(moe, PlainMoE) and moe.into is not None:
+        return (Matrix(moe.into),)
+    return tuple(Matrix(moe.gate_up, expert) for expert in range(moe.gate_up.num_experts or 0))
+
+
+def _router(moe: MoE) -> Weighted:
+    router: Weighted | NormedRouter = moe.router
+    return router.proj if isinstance(router, NormedRouter) else router
+
+
+def _projection(layer: StateLayer, name: str) -> Weighted:
+    projection: Weighted = getattr(layer, name)
+    return projection
 
 
 def _within_attention(attention: nn.Module) -> Iterator[Group]:
-    """Yield the values, which are summed up by weights that do not depend on them, unless clipped or normed."""
-    if isinstance(attention, LatentAttention):
+    """Yield the values, which are summed up by weights that do not depend on them, unless clipped or normed, and what
+    the last product of a layer with a state reads, if a norm or a projection produces it."""
+    if isinstance(attention, ShortConvolution):
+        size = attention.out.in_features
+        yield Group(Rows(Matrix(attention.gates), torch.arange(size, 2 * size)), (Matrix(attention.out),))
+    elif isinstance(attention, GatedDeltaNet):
+        spread = torch.arange(attention.out.in_features) % attention.head_dim
+        yield Group(attention.norm, (Matrix(attention.out),), spread)
+    elif isinstance(attention, Mamba2):
+        if isinstance(attention.norm, GroupedNorm):
+            yield Group(attention.norm, (Matrix(attention.out),))
+    elif isinstance(attention, LatentAttention):
         if attention.q_norm is not None:
             yield Group(attention.q_norm, (Matrix(attention.q),))
         heads = torch.arange(attention.kv.out_features).view(attention.num_heads, -1)
@@ -195,8 +243,11 @@ def _within_attention(attention: nn.Module) -> Iterator[Group]:
 
 
 def _within_mlp(mlp: nn.Module) -> Iterator[Group]:
-    """Yield the features that the gate multiplies, which is linear. A plain MLP has its activation in between."""
-    if not isinstance(mlp, GatedMLP | MoE):
+    """Yield the features that the gate multiplies, which is linear unless it is limited, and what the norm of experts
+    produces. A plain MLP has its activation in between."""
+    if isinstance(mlp, NormedMoE):
+        yield from _behind(mlp.input_norm, _expert_readers(mlp))
+    if not isinstance(mlp, GatedMLP | MoE) or isinstance(mlp, PlainMoE) or (isinstance(mlp, MoE) and mlp.limit):
         return
     up = mlp.gate_up.rows["up"]
     rows = torch.arange(up.start, up.stop)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.layers.linear_method import Unquantized, Weighted
-from asyncllm.layers.norm import Norm
-from asyncllm.lite.smoothing import Masters, Matrix
+from asyncllm.lite.smoothing import AnyNorm, Masters, Matrix
 from asyncllm.lite.walk import Walk
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.weights import LoadPlan
@@ -73,7 +72,7 @@ def restored(plan: LoadPlan, name: str, stored: Stored | None, masters: Masters,
     owner = plan.owner(name)
     if id(owner) not in masters.changed:
         return None
-    if isinstance(owner, Norm):
+    if isinstance(owner, AnyNorm):
         suffix = plan.targets[name].keys[0][0]
         values = owner.get_parameter(suffix).detach().float()
         values = values - owner.stored_less if suffix == "weight" else values

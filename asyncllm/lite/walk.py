@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from asyncllm.errors import UnsupportedModel
 from asyncllm.layers.axis_positions import AXIS_COLUMNS
 from asyncllm.layers.block import AnyAttention, AnyBlock
+from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.shared_keys import BorrowingAttention
@@ -118,18 +119,24 @@ class Walk:
     def run(self, layer: int, batch: Batch) -> Tensor:
         """Return the residual stream of a batch after a filled layer [T, hidden], in host memory."""
         block = self.layers[layer]
-        attention = next(each for each in block.modules() if isinstance(each, AnyAttention))
-        spec = attention.cache_spec
         blocks = sum(-(-length // _BLOCK_SIZE) for length in batch.lens)
-        tensors = [
-            torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
-            for part in spec.parts(_BLOCK_SIZE, self.dtype)
-        ]
-        step = self._step(batch, [spec.cache(tensors, _BLOCK_SIZE)] * len(self.layers))
+        caches: list[object] = [None] * len(self.model.cache_specs)
+        for module in block.modules():
+            if isinstance(module, AnyAttention):
+                caches[module.layer] = self._cache(module.cache_spec, blocks)
+        step = self._step(batch, caches)
         self.model.place(step)
         branch, residual = block(None, batch.hidden.to(self.device, copy=True), step)
         hidden: Tensor = residual + branch
         return hidden.cpu()
+
+    def _cache(self, spec: CacheSpec, blocks: int) -> object:
+        """Return an empty cache of some blocks for one layer."""
+        tensors = [
+            torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
+            for part in spec.parts(_BLOCK_SIZE, self.dtype)
+        ]
+        return spec.cache(tensors, _BLOCK_SIZE)
 
     @torch.no_grad()
     def compare(self, before: Sequence[Batch], after: Sequence[Batch]) -> Comparison:

@@ -61,10 +61,12 @@ def plain_copy(folder: Path, destination: Path, fmt: Format | Eight) -> Path:
     for file in folder.glob("*.json"):
         shutil.copyfile(file, destination / file.name)
     modules: dict[str, Tensors] = {}
-    plain = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    plain, tensors = {}, load_file(folder / "model.safetensors")
+    codes = {name for name, tensor in tensors.items() if tensor.element_size() == 1 or tensor.dtype == torch.int32}
+    quantized = {name.rpartition(".")[0] for name in codes}
+    for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
-        if suffix in ("bias", "weight") and tensor.is_floating_point() and tensor.element_size() > 1:
+        if suffix == "bias" or module not in quantized:
             plain[name] = tensor
         else:
             array = tensor.view(torch.uint8).numpy() if tensor.dtype == torch.float8_e4m3fn else tensor.float().numpy()
@@ -125,6 +127,32 @@ def test_words_have_the_bits_of_numpy_s(fmt: Format, encode: Any) -> None:
     assert found.keys() == expected.keys()
     for suffix, tensor in found.items():
         assert np.array_equal(tensor.numpy(), expected[suffix]), suffix
+
+
+OF_FAMILIES: dict[str, tuple[str, dict[str, Any], Format | Eight]] = {
+    "mamba": ("auto_gptq", {"w_group_size": -1}, formats.gptq(4, -1, symmetric=False)),
+    "qwen3_5": (
+        "auto_gptq",
+        {"w_group_size": -1, "w_bits": 8, "checkpoint_format": "compressed-tensors"},
+        formats.packed(8, -1, symmetric=False),
+    ),
+    "falcon_h1": ("smooth_quant", {}, formats.smooth_quant()),
+    "lfm2": ("blocked_fp8", {}, formats.fp8("block")),
+}
+"""What is written of families with other layers than Llama's."""
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_a_family_s_checkpoint_is_the_one_that_numpy_reads(family: str, tmp_path: Path) -> None:
+    source, written = build_checkpoint(family, tmp_path / "source"), tmp_path / "written"
+    tool, options, fmt = OF_FAMILIES[family]
+    texts = {} if tool == "blocked_fp8" else {"texts": TEXTS}
+    TOOLS[tool](source, written, **options, **texts)
+    plain_copy(written, written / "plain", fmt)
+    read = test_scaled_weights if isinstance(fmt, Eight) else test_packed_weights
+    read.assert_as_read_by_numpy(written)
+    before, after = logits_of(open_cpu(source)), logits_of(open_cpu(written))
+    assert 1e-4 < (after - before).norm() / before.norm() < 0.5
 
 
 def test_experts_are_quantized_and_what_chooses_them_is_not(tmp_path: Path) -> None:

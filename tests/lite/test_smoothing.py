@@ -75,29 +75,48 @@ FAMILIES = {
     "opt_350m": 1,  # norms of the stream
     "nemotron": 3,  # layer norms less one
     "gemma4_31b": 3,  # norms of values, which are the keys in some layers
+    "lfm2": 4,  # convolutions between gates, one of which the last product reads
+    "lfm3": 4,  # gates of heads, which read the norm too
+    "falcon_h1": 5,  # attention beside Mamba-2, whose norm the last product reads
+    "mamba": 1,
+    "mamba2": 2,
 }
 """Groups of a layer."""
 
+KINDS_OF_LAYERS = {
+    "nemotron_h": 8,  # single branches: Mamba-2, attention with values, and MLPs
+    "olmo_hybrid": 18,  # gated delta nets behind norms, attention before norms
+    "qwen3_5": 20,
+    "decilm": 12,  # products or nothing in the place of attention and MLPs
+}
+"""Groups of a model whose layers differ."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+"""What decides how long a state is kept."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS_OF_LAYERS])
 def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
     source = build_checkpoint(family, tmp_path / "source")
     recipe, settings = moved(source, tmp_path / "moved")
     layers = len(open_cpu(source).layers)
-    assert recipe.groups == FAMILIES[family] * layers
+    assert recipe.groups == (KINDS_OF_LAYERS[family] if family in KINDS_OF_LAYERS else FAMILIES[family] * layers)
     before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved"))
     assert (after - before).abs().max() < 2e-5 * before.abs().max()
-    assert set(settings["plain"]) <= {"lm_head", "output"}
+    assert {name for name in settings["plain"] if not name.endswith(STATES)} <= {"lm_head", "output"}
+    assert not any(name.endswith(STATES) for name in settings["quantized"])
 
 
-def test_experts_and_routers_take_part(tmp_path: Path) -> None:
-    for family in ("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe"):
-        source = build_checkpoint(family, tmp_path / family)
-        _, settings = moved(source, tmp_path / "moved" / family)
-        assert any(name.endswith("gate") for name in settings["plain"])
-        assert any(".experts." in name or name.startswith("mlp.experts") for name in settings["quantized"])
-        before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved" / family))
-        assert (after - before).abs().max() < 5e-5 * before.abs().max(), family
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"]
+)
+def test_experts_and_routers_take_part(family: str, tmp_path: Path) -> None:
+    source = build_checkpoint(family, tmp_path / "source")
+    _, settings = moved(source, tmp_path / "moved")
+    assert any(name.endswith("gate") for name in settings["plain"])
+    assert any(".experts." in name or name.startswith("mlp.experts") for name in settings["quantized"])
+    before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved"))
+    assert (after - before).abs().max() < 5e-5 * before.abs().max()
 
 
 def test_what_changes_a_layer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
