@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
+from asyncllm.text.sentence_transformers import pooling_folder
 
 __all__ = ["BUNDLED", "GGUF_ADVICE", "WHOLE_MODULES", "locate", "locate_adapter", "own_adapter"]
 
@@ -65,13 +66,11 @@ def locate(
         download_dir: where downloads are kept; None is the hub's own cache.
 
     Raises:
-            InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not on the hub, or
-            the
-                environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
-            ModelNotFound: nothing has this name, the hub cannot be reached and its cache has no copy, or the model
-            changed
-                during the download.
-            InvalidCheckpoint: the folder has no config.json, or a hub's config.json is no JSON object.
+        InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not on the hub, or the
+            environment's LMDEPLOY_USE_MODELSCOPE is neither true nor false.
+        ModelNotFound: nothing has this name, the hub cannot be reached and its cache has no copy, or the model changed
+            during the download.
+        InvalidCheckpoint: the folder has no config.json, or a hub's config.json or modules.json is damaged.
     """
     name = os.fspath(model)
     if not isinstance(name, str) or not name.strip() or "\0" in name:
@@ -105,9 +104,9 @@ def locate(
             f"Check the spelling, or download the model first."
         )
     folder = _checked(_download(name, revision, download_dir))
-    beside = _adapter_folder(read_json_object(folder / "config.json"))
-    if beside is not None and _download(name, revision, download_dir, inside=f"{beside}/") != folder:
-        raise ModelNotFound(f"{name!r} changed on the hub while it was downloaded. Try again, or give a revision.")
+    for beside in (_adapter_folder(read_json_object(folder / "config.json")), pooling_folder(folder)):
+        if beside and _download(name, revision, download_dir, inside=f"{beside}/") != folder:
+            raise ModelNotFound(f"{name!r} changed on the hub while it was downloaded. Try again, or give a revision.")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -230,19 +231,39 @@ def test_modelscope_in_place_of_the_hub(
     assert len(modelscope.calls) == 2
 
 
-@pytest.mark.parametrize("name", ["Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"])
-def test_a_model_with_an_adapter_of_its_own_comes_with_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+@pytest.mark.parametrize(
+    ("file", "entries", "beside"),
+    [
+        *(
+            (
+                "config.json",
+                {"architectures": [name]},
+                ["vision-lora/adapter_config.json", "vision-lora/adapter_model.safetensors"],
+            )
+            for name in ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM")
+        ),
+        (
+            "modules.json",
+            [
+                {"path": "", "type": "sentence_transformers.models.Transformer"},
+                {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            ],
+            ["1_Pooling/config.json"],
+        ),
+    ],
+)
+def test_a_model_comes_with_the_folders_that_are_read(
+    file: str, entries: Any, beside: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
 ) -> None:
-    """And with no other folder of the repository; a text model comes in one call, with none."""
+    """Of an adapter of its own, or of its pooling, and no others; most models come in one call, with none."""
     top = ["config.json", "model-1.safetensors", "README.md", "consolidated.safetensors"]
-    adapter = ["vision-lora/adapter_config.json", "vision-lora/adapter_model.safetensors"]
     others = ["speech-lora/adapter_config.json", "vision-lora/old/adapter_config.json", "x/vision-lora/config.json"]
+    others += ["onnx/config.json", "2_Dense/config.json"]
     had = set[str]()
 
     def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
         files = utils.filter_repo_objects(
-            [*top, *adapter, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            [*top, *beside, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         )
         had.update(files)
         return str(hub.folder)
@@ -253,9 +274,9 @@ def test_a_model_with_an_adapter_of_its_own_comes_with_it(
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert locate("owner/name") == hub.folder
     assert had == set(top[:2])
-    (tmp_path / "hub" / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    (tmp_path / "hub" / file).write_text(json.dumps(entries))
     assert locate("owner/name") == hub.folder
-    assert had == {*top[:2], *adapter}
+    assert had == {*top[:2], *beside}
 
 
 def test_a_model_that_changes_between_two_downloads_is_not_mixed(

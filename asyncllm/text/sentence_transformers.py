@@ -11,7 +11,7 @@ from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.types import Pooling
 
-__all__ = ["EmbeddingDefaults"]
+__all__ = ["EmbeddingDefaults", "pooling_folder"]
 
 MODULES_NAME = "modules.json"
 POOLING_FOLDER = "1_Pooling"
@@ -36,7 +36,7 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """Read the files of `folder`, any of which may be missing. Raises InvalidCheckpoint for a damaged one."""
         modules = _modules(folder / MODULES_NAME)
         kinds = [kind for kind, _ in modules]
-        settings = folder / next((path for kind, path in modules if kind == "Pooling"), POOLING_FOLDER) / "config.json"
+        settings = folder / (pooling_folder(folder) or POOLING_FOLDER) / "config.json"
         normalize = "Normalize" in kinds if modules else True
         surplus = sorted(set(kinds) - _IMPLEMENTED)
         if surplus:
@@ -50,6 +50,12 @@ class EmbeddingDefaults(msgspec.Struct, frozen=True, kw_only=True):
             why = f"{settings} asks for the pooling {' and '.join(map(short, modes))}, which is not implemented."
             return cls(normalize=normalize, refused=why)
         return cls(pooling=_POOLINGS[modes[0]], normalize=normalize)
+
+
+def pooling_folder(folder: Path) -> str | None:
+    """Return the name of the folder below `folder` with the settings of the pooling; None if modules.json names none.
+    Raises InvalidCheckpoint for a damaged file."""
+    return next((path for kind, path in _modules(folder / MODULES_NAME) if kind == "Pooling"), None)
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
