@@ -17,7 +17,7 @@ from asyncllm.layers.step_inputs import JointTokens
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import Batch
 from asyncllm.vl.processor import open_processor
-from asyncllm.vl.tower import PlannedTower, VisionTower
+from asyncllm.vl.tower import CapturableTower, VisionTower
 
 __all__ = ["AT_ONCE", "ImageFeatures", "joint_tokens"]
 
@@ -40,7 +40,7 @@ class ImageFeatures:
 
     def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
         """`max_batch_size`: maximum number of images that the tower encodes at once."""
-        self._graphs = TowerGraphs(tower) if isinstance(tower, PlannedTower) else None
+        self._graphs = TowerGraphs(tower) if isinstance(tower, CapturableTower) else None
         self._encode = tower.encode if self._graphs is None else self._graphs.encode
         self._max_batch_size = max_batch_size
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Images for vision-language models: loading them safely, preparing them, and vision towers.
+"""Images for vision-language models: safe loading, preparation, and vision towers.
 
 image = load_image("tiger.jpeg")
 response = pipe(("describe this image", image))

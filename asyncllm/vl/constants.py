@@ -1,4 +1,4 @@
-"""The placeholder of an image in a prompt's text, under LMDeploy's import path."""
+"""The placeholder for an image in a prompt's text, under LMDeploy's import path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Towers that config.json gives by name only, such as LLaVA's under the names of its authors."""
+"""Configs of vision towers that config.json only names or leaves to the authors' code, as LLaVA's original
+checkpoints do."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
 
 
 def tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
-    """Return the `vision_config` of the tower that a checkpoint's `mm_vision_tower` names: one of a few, or a folder
-    within the checkpoint's (Yi-VL). Raises UnsupportedModel."""
-    # Some name a folder of theirs in its place.
+    """Return the `vision_config` of the tower that a checkpoint's `mm_vision_tower` names: one of `_KNOWN`, or a folder
+    inside the checkpoint's (Yi-VL). Raises UnsupportedModel."""
+    # Compare last components only: some checkpoints name a local copy of the tower by its path.
     known = next((each for own, each in _KNOWN.items() if _last(own) == _last(name)), None)
     if known is not None:
         return known
@@ -59,7 +60,7 @@ def tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
     if not fields:
         raise UnsupportedModel(
             f"{folder / 'config.json'}: mm_vision_tower = {short(name)} is not implemented. Supported: "
-            f"{', '.join(_KNOWN)}, or a folder with a config.json within the checkpoint's."
+            f"{', '.join(_KNOWN)}, or a folder with a config.json inside the checkpoint's."
         )
     return {"model_type": "clip_vision_model", **fields}
 
@@ -69,12 +70,12 @@ _FINE: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("large", "d-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]},
     ("base", "w-320"): {"depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]},
 }
-"""Words of an OpenCLIP's name -> its sizes."""
+"""Words in the name of an OpenCLIP ConvNeXt -> its sizes."""
 
 
 def fine_tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
     """Return `depths` and `hidden_sizes` of the ConvNeXt that a checkpoint's `mm_vision_tower_aux` names: one of
-    OpenCLIP's, or a folder within the checkpoint's. Raises UnsupportedModel."""
+    OpenCLIP's, or a folder inside the checkpoint's. Raises UnsupportedModel."""
     last = _last(name)
     if "convnext" in last:
         for words, known in _FINE.items():
@@ -85,8 +86,8 @@ def fine_tower_fields(folder: Path, name: Any) -> Mapping[str, Any]:
     if not _are_counts(depths) or not _are_counts(sizes) or len(depths) != len(sizes):
         raise UnsupportedModel(
             f"{folder / 'config.json'}: mm_vision_tower_aux = {short(name)} is not implemented. Supported: OpenCLIP's "
-            f"convnext-large-d-320, convnext-base-w-320 and convnext-xxlarge, or a folder with a config.json within "
-            f"the checkpoint's, whose depths and hidden_sizes are of equal number."
+            f"convnext-large-d-320, convnext-base-w-320 and convnext-xxlarge, or a folder with a config.json inside "
+            f"the checkpoint's, with as many depths as hidden_sizes."
         )
     return own
 
@@ -108,9 +109,9 @@ _SIGLIP = {
 
 
 def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the config.json of DeepSeek-VL or Janus as its authors published it with the entries that transformers'
-    DeepSeek-VL has: `text_config`, `vision_config` and, for two towers, `high_res_vision_config`. Their sizes go by the
-    towers' names; an entry `sizes` of `vision_config` replaces some. Raises UnsupportedModel."""
+    """Convert the authors' config.json of DeepSeek-VL or Janus to the entries of transformers' DeepSeek-VL:
+    `text_config`, `vision_config` and, for two towers, `high_res_vision_config`. The towers' names determine their
+    sizes, which an entry `sizes` of `vision_config` overrides. Raises UnsupportedModel."""
     vision, joined = _object(fields, "vision_config"), _object(_object(fields, "aligner_config"), "params")
     params, own = _object(vision, "params"), _object(vision, "sizes")
     two = vision.get("cls") == "HybridVisionTower"
@@ -132,7 +133,7 @@ def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def _object(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object within another one; an empty one in the place of anything else."""
+    """Return a nested object, or an empty one if the entry is missing or is not an object."""
     value = fields.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -146,30 +147,30 @@ XComposer = Literal["2", "4khd", "2.5"]
 
 
 def xcomposer_kind(folder: Path) -> XComposer:
-    """Return which InternLM-XComposer a checkpoint is of, by how the code in its folder, which is not run, calls its
-    preparation of images."""
+    """Return the version of an InternLM-XComposer2 checkpoint. Only the name of the image transform in the authors'
+    code tells them apart; that code is read as text and never run."""
     file = folder / "ixc_utils.py"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     return "2.5" if "def Image_transform" in text else "4khd" if "def HD_transform" in text else "2"
 
 
 def xcomposer_tower(fields: Mapping[str, Any], kind: XComposer) -> Mapping[str, Any]:
-    """Return the `vision_config` of its tower, of which config.json has the size of pictures at most: CLIP's large one,
-    unless there is such an entry all the same."""
+    """Return the `vision_config` of XComposer's tower: CLIP's large one, overridden by such an entry if there is one.
+    The authors' config.json has at most the size of pictures."""
     usual = {"2": 224, "4khd": 336, "2.5": 560}[kind]
     given = fields.get("vision_config")
     return {**_LARGE, "image_size": fields.get("img_size", usual), **(given if isinstance(given, dict) else {})}
 
 
 def molmo_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `vision_config` of Molmo's tower, which its code has: CLIP's large one without the last layer, unless
-    there is such an entry all the same."""
+    """Return the `vision_config` of Molmo's tower: CLIP's large one without its last layer, as in the authors' code,
+    overridden by such an entry if there is one."""
     return {**_LARGE, "num_hidden_layers": 23, "image_size": 336, **_object(fields, "vision_config")}
 
 
 def ocr_tile(folder: Path) -> int:
-    """Return the pixels along a side of DeepSeek-OCR's tiles, which its code has, unless processor_config.json has an
-    entry `tile_size` all the same. Raises UnsupportedModel."""
+    """Return the side of DeepSeek-OCR's tiles in pixels: `tile_size` of processor_config.json, or else the constant of
+    the authors' code. Raises UnsupportedModel."""
     value = read_json_object(folder / "processor_config.json").get("tile_size", 640)
     if type(value) is not int or not 0 < value <= 2**13:
         raise UnsupportedModel(f"{folder / 'processor_config.json'}: tile_size = {short(value)} is not implemented.")
@@ -177,13 +178,13 @@ def ocr_tile(folder: Path) -> int:
 
 
 def phi4_tower(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `vision_config` of Phi-4-multimodal's tower, which config.json of its authors lacks."""
+    """Return the `vision_config` of Phi-4-multimodal's tower, which the authors' config.json lacks."""
     known = {**_KNOWN["google/siglip-so400m-patch14-384"], "image_size": 448}
     return {**known, **{key: each for key, each in _object(fields, "vision_config").items() if each is not None}}
 
 
 def _inner(folder: Path, name: Any, file: str) -> Mapping[str, Any]:
-    """Return what a file says in a folder within the checkpoint's; nothing for a name that leads elsewhere."""
+    """Return the JSON object in a file of a folder inside the checkpoint's; empty if `name` leads outside it."""
     whole = folder.resolve()
     inner = (whole / name).resolve() if isinstance(name, str) else whole
     return read_json_object(inner / file) if whole in inner.parents else {}

@@ -1,7 +1,7 @@
-"""Images from files, URLs and bytes, decoded with care: every way in ends in an RGB image or in a typed error.
+"""Safe loading of images from files, URLs and bytes: every input yields an RGB image or a typed error.
 
-An image from a stranger may be broken, may unfold to gigabytes, or may be a program (SVG). So its format is one of a
-few, its size is checked before its pixels are decoded, and nothing of it is kept but the pixels.
+An untrusted image may be broken, may expand to gigabytes, or may be a program (SVG). Therefore only a few formats are
+accepted, the size is checked before the pixels are decoded, and nothing but the pixels is kept.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 MAX_IMAGE_BYTES = 2**26
-"""Of a file, compressed."""
+"""Maximum size of an encoded file."""
 MAX_IMAGE_PIXELS = 2**26
-"""An image of 8192 x 8192 takes 200 MB once it is decoded."""
+"""Maximum number of pixels, that of 8192 x 8192, which take 200 MB decoded."""
 
 FETCH_SECONDS = 30.0
 _PIECE = 2**16
@@ -48,12 +48,12 @@ _SIXTEEN_BIT = frozenset({"I;16", "I;16B", "I;16L", "I;16N"})
 
 
 def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = FETCH_SECONDS) -> Image.Image:
-    """Return an RGB image from a path, an http(s) or `data:` URL, the bytes of a file, or an image of PIL's.
+    """Return an RGB image from a path, an http(s) or `data:` URL, the bytes of a file, or a PIL image.
 
-    It is turned as its EXIF entry says; of an animated one it is the first frame; 16 bits become 8, and what can be
-    seen through is white behind. It reads files and calls any address that it is given, so it is for a program's own
-    use: a server fetches for its clients by rules of its own. Raises InvalidMessage for what is no image or too large,
-    UnsupportedFeature for SVG.
+    The image is rotated as its EXIF entry says, 16 bits per colour are reduced to 8, and transparency is blended with
+    white. An animated image yields its first frame. `timeout` is in seconds. The function opens any path and address,
+    so pass it trusted ones only; the server fetches its clients' images under stricter rules. Raises InvalidMessage for
+    an input that is not an image or too large, UnsupportedFeature for SVG.
     """
     if isinstance(image_url, Image.Image):
         return _finished(image_url)
@@ -72,8 +72,9 @@ def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = 
 
 
 def media_bytes(source: Any, what: str, *, timeout: float = FETCH_SECONDS) -> bytes:
-    """Return the bytes of a file of media from a path, an http(s) or `data:` URL, or bytes, as `load_image` reads them:
-    of too many, some more than are allowed. `what` it is goes into errors. Raises InvalidMessage."""
+    """Return the bytes of a media file from a path, an http(s) or `data:` URL, or bytes. Reading stops soon after
+    MAX_IMAGE_BYTES, so that the decoder refuses the file. `what`: the kind of file, for errors. Raises
+    InvalidMessage."""
     if isinstance(source, bytes):
         return source
     if is_data_url(source):
@@ -96,19 +97,19 @@ def _file_of(source: str | Path, what: str) -> bytes:
 
 
 def decode_data_url(url: str, what: str = "image") -> bytes:
-    """Return the bytes of `data:image/...;base64,...`. As browsers do, it takes what is percent-encoded, white space,
-    and base64 without its padding. Raises InvalidMessage."""
+    """Return the bytes of `data:image/...;base64,...`. Like browsers, it accepts percent-encoding, white space, and
+    base64 without padding. Raises InvalidMessage."""
     head, comma, text = url.partition(",")
     if not comma or not is_data_url(head) or head.rpartition(";")[2].strip().lower() != "base64":
         raise InvalidMessage(
-            f"The {what}'s URL begins with {short(head[:40])}, and is not data:{what}/...;base64,... Encode the file "
-            f"by base64."
+            f"The {what}'s URL begins with {short(head[:40])} and is not data:{what}/...;base64,... Encode the file "
+            f"as base64."
         )
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         _too_many_bytes(what)
     try:
         packed = (urllib.parse.unquote(text) if "%" in text else text).encode("ascii")
-        # Looking for it is much quicker than taking it out, and the interpreter lock is held meanwhile.
+        # Searching is much faster than removing, and both hold the interpreter lock.
         if any(space in packed for space in _SPACES):
             packed = packed.translate(None, _SPACES)
         return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
@@ -117,7 +118,7 @@ def decode_data_url(url: str, what: str = "image") -> bytes:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Return the RGB image of a file's bytes. Raises InvalidMessage, UnsupportedFeature."""
+    """Decode the bytes of a file to an RGB image. Raises InvalidMessage, UnsupportedFeature."""
     if len(data) > MAX_IMAGE_BYTES:
         _too_many_bytes()
     if not data:
@@ -135,33 +136,33 @@ def decode_image(data: bytes) -> Image.Image:
         raise _too_many_pixels("the image") from None
     except UnidentifiedImageError:
         raise InvalidMessage(
-            f"The image's {len(data)} bytes are of no format that is read. Send one of: {', '.join(_FORMATS)}."
+            f"The image's {len(data)} bytes are in no supported format. Send one of: {', '.join(_FORMATS)}."
         ) from None
     except MemoryError:
         raise
-    except Exception as error:  # the decoders raise whatever a broken file leads them to
+    except Exception as error:  # a broken file can make the decoders raise any exception
         raise InvalidMessage(
             f"The image is broken or truncated ({short(str(error))}). Send the whole file, or save it again."
         ) from None
 
 
 def encode_image_base64(image: str | Path | Image.Image, format: str = "PNG") -> str:
-    """Return an image, or the image of a path or URL, as base64 text of a file of this format.
+    """Return the base64 text of a file in `format` with an image, or with the image at a path or URL.
 
-    Raises InvalidMessage as `load_image`, InvalidParameter for a format that is not written.
+    Raises InvalidMessage as `load_image`, InvalidParameter for a format that cannot be written.
     """
     buffer = BytesIO()
     try:
         load_image(image).save(buffer, format)
     except KeyError:
         raise InvalidParameter(
-            f"format={format!r} is none that images are written in. Use PNG or JPEG.", "format"
+            f"format={format!r} is no format that images can be written in. Use PNG or JPEG.", "format"
         ) from None
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def _finished(image: Image.Image) -> Image.Image:
-    """Return the first frame upright and in RGB, with nothing of the file."""
+    """Return the first frame, upright, in RGB and without the file's metadata."""
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise _too_many_pixels(f"the image of {image.width} x {image.height}")
     if not image.width or not image.height:
@@ -175,7 +176,7 @@ def _finished(image: Image.Image) -> Image.Image:
         image = Image.fromarray(narrow.astype(np.uint8))
     elif image.mode == "F":
         raise UnsupportedFeature(
-            "The image's pixels are floats, and nothing says what is white. Save it with 8 or 16 bits.", "messages"
+            "The image's pixels are floats without a defined white. Save it with 8 or 16 bits.", "messages"
         )
     converted = _on_white(image) if image.has_transparency_data else image.convert("RGB")
     converted.info = {}
@@ -183,16 +184,16 @@ def _finished(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return an image in RGB as it looks on a white page, where black letters on nothing are seen."""
+    """Return an image in RGB, blended with white, on which black letters on a transparent ground are legible."""
     page = Image.new("RGB", image.size)
-    for top in range(0, image.height, _STRIP):  # so that a large image is not there several times
+    for top in range(0, image.height, _STRIP):  # in strips, so that no copy of a large image is made
         strip = image.crop((0, top, image.width, min(top + _STRIP, image.height))).convert("RGBA")
         page.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), (0, top))
     return page
 
 
 def _fetched(url: str, timeout: float, what: str = "image") -> bytes:
-    """Return what a program's own URL gives within so many seconds."""
+    """Return the content of a trusted URL. Raises InvalidMessage, also if it takes longer than `timeout` seconds."""
     deadline, data = time.monotonic() + timeout, bytearray()
     request = urllib.request.Request(url, headers={"User-Agent": "asyncllm"})
     try:

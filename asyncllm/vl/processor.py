@@ -1,4 +1,4 @@
-"""open_processor finds the image preparation of a checkpoint's family, by the files in its folder."""
+"""open_processor selects and configures the image preparation of a checkpoint from the files in its folder."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
-from asyncllm.vl.image_tokens import added_tokens, image_token, stand_in, standing, token_id_of, token_of
+from asyncllm.vl.image_tokens import added_tokens, fallback_token, fallback_token_id, image_token, token_id_of, token_of
 from asyncllm.vl.known_towers import multi_modality_fields, tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
 from asyncllm.vl.processing.clip import AnyresProcessor, CenterProcessor, PaddedProcessor
-from asyncllm.vl.processing.deepseek_vl import SquareProcessor, TwoSizesProcessor
+from asyncllm.vl.processing.deepseek_vl import DeepseekVlHybridProcessor, DeepseekVlProcessor
 from asyncllm.vl.processing.gemma3 import Gemma3Processor
 from asyncllm.vl.processing.gemma4 import Gemma4Processor
-from asyncllm.vl.processing.idefics3 import SplitProcessor
-from asyncllm.vl.processing.lfm2_vl import SquaresProcessor
-from asyncllm.vl.processing.llama4 import CanvasProcessor
+from asyncllm.vl.processing.idefics3 import Idefics3Processor
+from asyncllm.vl.processing.lfm2_vl import Lfm2VlProcessor
+from asyncllm.vl.processing.llama4 import Llama4Processor
 from asyncllm.vl.processing.onevision import OneVisionImages, OneVisionProcessor
-from asyncllm.vl.processing.ovis2 import CoveringProcessor
-from asyncllm.vl.processing.pixtral import RowsProcessor
-from asyncllm.vl.processing.qwen import DynamicProcessor, FlatProcessor, FramesProcessor, ScaledUpProcessor
+from asyncllm.vl.processing.ovis2 import Ovis2Processor
+from asyncllm.vl.processing.pixtral import PixtralProcessor
+from asyncllm.vl.processing.qwen import FlatProcessor, Glm4vProcessor, PaddleOcrVlProcessor, QwenProcessor
 from asyncllm.vl.processing.settings import PictureSettings
-from asyncllm.vl.processing.tiles import BrokenTileProcessor, NamedTileProcessor, TileProcessor, TileVideoProcessor
+from asyncllm.vl.processing.tiles import AyaVisionProcessor, Cohere2VisionProcessor, InternVlProcessor, TileProcessor
 from asyncllm.vl.processing.video import Qwen3VideoProcessor, QwenVideoProcessor
 from asyncllm.vl.published import ALSO_TEXT, PUBLISHED, UNSAID
 
@@ -37,7 +37,7 @@ _Fields = Mapping[str, Any]
 
 
 def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor | None:
-    """Return the image preparation of the checkpoint in `folder`; None for a model that takes only text.
+    """Return the image preparation of the checkpoint in `folder`, or None for a text-only model.
 
     `overrides` replaces entries of config.json. Raises InvalidCheckpoint, UnsupportedModel.
     """
@@ -49,7 +49,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     file = folder / "preprocessor_config.json"
     settings = read_json_object(file)
     if not settings:
-        # A processor that is saved whole has the image processor's settings within its own.
+        # transformers 5 may save the image processor's settings inside the processor's.
         file = folder / "processor_config.json"
         whole = read_json_object(file)
         settings = whole.get("image_processor") or (whole if "image_mean" in whole else {})
@@ -57,14 +57,14 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         settings = {"image_processor_type": "CLIP", **tower_settings(folder, fields.get("mm_vision_tower"))}
     if not settings and name not in UNSAID:
         raise InvalidCheckpoint(
-            f"{folder} has no preprocessor_config.json, which says how images are scaled. Download it beside "
-            f"config.json."
+            f"{folder} has no preprocessor_config.json, which says how images are scaled. Download it into the folder "
+            f"of config.json."
         )
     try:
         return make(fields, settings, str(file))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidCheckpoint(
-            f"{folder}: what config.json and {file.name} say of images has another form than {name} has ({error}). "
+            f"{folder}: the image settings in config.json and {file.name} are not those of {name} ({error}). "
             f"Download both again."
         ) from None
 
@@ -76,7 +76,7 @@ def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> Pre
 
 
 def _tower_of(fields: _Fields, usual: str = "siglip_vision_model") -> dict[str, Any]:
-    """Return `vision_config`, with transformers' sizes where it has none. `usual`: model type of one without."""
+    """Return `vision_config`, completed with transformers' default sizes. `usual`: the default model type."""
     vision = {key: value for key, value in (fields.get("vision_config") or {}).items() if value is not None}
     patch = 32 if vision.get("model_type", usual) == "clip_vision_model" else 16
     return {"image_size": 224, "patch_size": patch, **vision}
@@ -116,8 +116,8 @@ def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProc
     vision = tower_fields(folder, fields.get("mm_vision_tower"))
     patches, ratio = vision["image_size"] // vision["patch_size"], fields.get("image_aspect_ratio")
     same: dict[str, Any] = {
-        "token_id": stand_in(folder),
-        "placeholder": f"{standing(folder)}\n",
+        "token_id": fallback_token_id(folder),
+        "placeholder": f"{fallback_token(folder)}\n",
         "side": vision["image_size"],
     }
     if vision.get("model_type") == "siglip_vision_model":
@@ -155,7 +155,7 @@ def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
 def _pixtral(fields: _Fields, settings: _Fields, where: str, merge: int = 1, **more: str) -> ImageProcessor:
     vision = {"patch_size": 16, **(fields.get("vision_config") or {})}
     read = PictureSettings(settings, where)
-    return RowsProcessor(read, token_id=image_token(fields, 10), patch=vision["patch_size"], merge=merge, **more)
+    return PixtralProcessor(read, token_id=image_token(fields, 10), patch=vision["patch_size"], merge=merge, **more)
 
 
 def _mistral3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -169,7 +169,7 @@ def _lighton_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcess
 
 def _idefics3(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 224, "patch_size": 32, **(fields.get("vision_config") or {})}
-    return SplitProcessor(
+    return Idefics3Processor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.LANCZOS),
         token_id=image_token(fields, 128257),
         tokens=(vision["image_size"] // vision["patch_size"] // (fields.get("scale_factor") or 2)) ** 2,
@@ -185,11 +185,11 @@ def _qwen(
     tokens_per_second: bool = False,
     token_ids: tuple[int, int] = (151655, 151656),
 ) -> ImageProcessor:
-    """`token_ids`: of images and of videos where the file does not say."""
+    """`token_ids`: the default placeholder tokens of images and of videos."""
     file = Path(where).parent / "video_preprocessor_config.json"
     own = read_json_object(file)
     if kind is Qwen3VideoProcessor and not own:
-        # Bounds of images do not apply to whole videos.
+        # The bounds of pixels of an image do not apply to a whole video.
         rest = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
         own, file = {**rest, "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 2 * 12288}}, Path(where)
     vision = fields.get("vision_config") or {}
@@ -207,8 +207,8 @@ def _qwen(
 
 
 def _omni(fields: _Fields, settings: _Fields, where: str, marks: tuple[str, str, str]) -> ImageProcessor:
-    """`marks`: the begin, the place and the end of an image in a prompt."""
-    return DynamicProcessor(
+    """`marks`: the tokens that begin an image in a prompt, stand for it, and end it."""
+    return QwenProcessor(
         PictureSettings(settings, where),
         token_id=image_token(fields.get("thinker_config") or fields, 151655),
         placeholder="".join(marks),
@@ -225,7 +225,7 @@ def _exaone4_5(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
 
 def _paddleocr_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}}
-    return ScaledUpProcessor(
+    return PaddleOcrVlProcessor(
         PictureSettings({**bounds, **settings}, where),
         token_id=image_token(fields, 100295),
         placeholder="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
@@ -258,7 +258,7 @@ def _gemma4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 def _glm4v(fields: _Fields, settings: _Fields, where: str, token_id: int = 151343) -> ImageProcessor:
     bounds = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
-    return FramesProcessor(
+    return Glm4vProcessor(
         PictureSettings({**bounds, **settings}, where),
         token_id=image_token(fields, token_id),
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
@@ -268,7 +268,7 @@ def _glm4v(fields: _Fields, settings: _Fields, where: str, token_id: int = 15134
 def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     vision = PictureSettings(fields["vision_config"], "config.json")
     patches = vision.side("image_size", 448) // vision.side("patch_size", 14)
-    return CanvasProcessor(
+    return Llama4Processor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
         token_id=image_token(fields, 200092),
         tokens=round((patches * vision.number("pixel_shuffle_ratio", 0.5)) ** 2),
@@ -276,11 +276,11 @@ def _llama4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _cohere2_vision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    return _aya_vision(fields, settings, where, BrokenTileProcessor)
+    return _aya_vision(fields, settings, where, Cohere2VisionProcessor)
 
 
 def _aya_vision(
-    fields: _Fields, settings: _Fields, where: str, kind: type[TileProcessor] = NamedTileProcessor
+    fields: _Fields, settings: _Fields, where: str, kind: type[TileProcessor] = AyaVisionProcessor
 ) -> ImageProcessor:
     vision = _tower_of(fields)
     side = vision["image_size"]
@@ -315,7 +315,7 @@ def _got_ocr2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 def _lfm2_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     read = PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR)
-    return SquaresProcessor(read, token_id=image_token(fields, 396))
+    return Lfm2VlProcessor(read, token_id=image_token(fields, 396))
 
 
 def _janus(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -331,9 +331,9 @@ def _ovis2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     read = PictureSettings(settings, where)
     side = read.side("size", 384)
     if side != vision.side("image_size", 224):
-        raise InvalidCheckpoint(f"{where}: size is {side}, but config.json has a tower for other pictures. Correct it.")
+        raise InvalidCheckpoint(f"{where}: size is {side}, unlike the tower's image_size in config.json. Correct it.")
     patches = side // vision.side("patch_size", 14)
-    return CoveringProcessor(
+    return Ovis2Processor(
         read,
         token_id=image_token(fields, 151665),
         placeholder="<IMG_ATOM>\n",
@@ -347,9 +347,9 @@ def _ovis2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _deepseek(fields: _Fields, settings: _Fields, where: str) -> SquareProcessor:
+def _deepseek(fields: _Fields, settings: _Fields, where: str) -> DeepseekVlProcessor:
     vision = _tower_of(fields)
-    return SquareProcessor(
+    return DeepseekVlProcessor(
         PictureSettings(settings, where),
         token_id=image_token(fields, 100015),
         placeholder="<image_placeholder>",
@@ -369,9 +369,9 @@ def _deepseek_hybrid(fields: _Fields, settings: _Fields, where: str) -> ImagePro
         "length": (vision["image_size"] // vision["patch_size"]) ** 2,
     }
     usual = {key: value for key, value in settings.items() if key not in names}
-    processor = TwoSizesProcessor(
+    processor = DeepseekVlHybridProcessor(
         PictureSettings(settings, where),
-        large=SquareProcessor(PictureSettings({**usual, **own}, where), side=large["image_size"], **same),
+        large=DeepseekVlProcessor(PictureSettings({**usual, **own}, where), side=large["image_size"], **same),
         side=vision["image_size"],
         **same,
     )
@@ -393,7 +393,7 @@ def _multi_modality(fields: _Fields, settings: _Fields, where: str) -> ImageProc
     if settings.get("image_processor_type") == "VLMImageProcessor":
         settings = {**settings, "size": settings.get("image_size")}
         if make is _deepseek_hybrid:
-            # Colours are those of each tower, which makes the smaller picture of the larger one.
+            # Each tower has its own mean colours, and the smaller picture is made from the larger one.
             low, high = params.get("low_res_cfg") or {}, params.get("high_res_cfg") or {}
             settings |= {"do_normalize": True, "high_res_size": settings["size"], "size": low.get("image_size", 384)}
             settings |= {"image_mean": low.get("pixel_mean", HALVES), "image_std": low.get("pixel_std", HALVES)}
@@ -408,14 +408,15 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     side = side[0] if isinstance(side, list) else side
     patch = vision.get("patch_size", 14)
     patch = patch[0] if isinstance(patch, list) else patch
-    # Published by its authors, the text around an image is a part of the prompt; else the processor adds it.
+    # In the authors' format the tokens around an image are text of the prompt; in transformers' the processor adds
+    # them.
     remote = fields.get("llm_config") is not None
-    # What the class of the authors' leaves out, as InternVL-Chat 1.1 and 1.2 do, is one picture of each image.
+    # The defaults of the authors' class, on which InternVL-Chat 1.1 and 1.2 rely, give each image one picture.
     usual = {"dynamic_image_size": not remote, "use_thumbnail": not remote, "max_dynamic_patch": 6 if remote else None}
     fields = {**usual, **fields}
     folder = Path(where).parent
     frame = [] if remote else [[token_of(folder, text)] for text in ("<img>", "</img>")]
-    return TileVideoProcessor(
+    return InternVlProcessor(
         PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD),
         token_id=token_of(folder, "<IMG_CONTEXT>") if remote else image_token(fields, 151667),
         placeholder="<img><IMG_CONTEXT></img>\n" if remote else "<IMG_CONTEXT>\n",
@@ -494,7 +495,7 @@ _ALSO_TEXT = {
     **ALSO_TEXT,
     **dict.fromkeys(("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration"), "vision_config"),
 }
-"""Class -> entry of config.json that it has only with a tower; without, its files have the decoder alone."""
+"""Class -> entry of config.json that it has only with a tower. Without the entry, the files hold the decoder alone."""
 
 _OF_TOWER = ("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM")
-"""Classes without image settings of their own; the tower's files have them."""
+"""Classes whose image settings are in the tower's files."""

@@ -1,4 +1,4 @@
-"""Image preparation of families whose code only their authors have, by the files in a checkpoint's folder."""
+"""Image preparation of families that only their authors' code implements, configured from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.text.image_marks import NUMBER_MARK
-from asyncllm.vl.image_tokens import added_tokens, stand_in, standing, token_id_of, token_of
+from asyncllm.vl.image_tokens import added_tokens, fallback_token, fallback_token_id, token_id_of, token_of
 from asyncllm.vl.known_towers import (
     molmo_tower,
     ocr_tile,
@@ -23,15 +23,15 @@ from asyncllm.vl.known_towers import (
     xcomposer_tower,
 )
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
-from asyncllm.vl.processing.deepseek_ocr import WholeAndTilesProcessor
-from asyncllm.vl.processing.deepseek_vl import CandidatesProcessor
-from asyncllm.vl.processing.hd import HdProcessor, SparingHdProcessor
-from asyncllm.vl.processing.molmo import OverlappingProcessor, crop_grid
-from asyncllm.vl.processing.native import BoundedNativeProcessor, NativeProcessor
-from asyncllm.vl.processing.phi4 import PlainHdProcessor
+from asyncllm.vl.processing.deepseek_ocr import DeepseekOcrProcessor
+from asyncllm.vl.processing.deepseek_vl import DeepseekVl2Processor
+from asyncllm.vl.processing.hd import HdProcessor, XComposer25Processor
+from asyncllm.vl.processing.kimi_vl import KimiK25Processor, KimiVlProcessor
+from asyncllm.vl.processing.minicpm_v import MiniCpmVProcessor
+from asyncllm.vl.processing.molmo import MolmoProcessor, crop_grid
+from asyncllm.vl.processing.phi4 import Phi4Processor
 from asyncllm.vl.processing.qwen import FlatProcessor
 from asyncllm.vl.processing.settings import PictureSettings
-from asyncllm.vl.processing.slices import SliceProcessor
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
 
 __all__ = ["ALSO_TEXT", "PUBLISHED", "UNSAID"]
@@ -51,7 +51,7 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
             f"{where}: candidate_resolutions = {short(shapes)}, where pairs of multiples of {side} belong, "
             f"the first one [{side}, {side}]. Correct the file."
         )
-    return CandidatesProcessor(
+    return DeepseekVl2Processor(
         read,
         token_id=token_of(Path(where).parent, str(settings.get("image_token", "<image>"))),
         placeholder="<image>\n",
@@ -63,7 +63,7 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
 def _deepseek_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json: vision_config")
-    return WholeAndTilesProcessor(
+    return DeepseekOcrProcessor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES),
         token_id=token_of(folder, str(settings.get("image_token", "<image>"))),
         placeholder="<image>\n",
@@ -113,7 +113,7 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     side = tower["image_size"]
     patches = side // tower["patch_size"]
     same: dict[str, Any] = {
-        "token_id": stand_in(folder),
+        "token_id": fallback_token_id(folder),
         "placeholder": "<image>" if "<image>" in added_tokens(folder) else "<unk>",
         "side": side,
     }
@@ -122,7 +122,7 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
     if kind == "4khd":
         return HdProcessor(read, tokens=patches // 2, most=25, **same)
-    return SparingHdProcessor(read, tokens=patches // 2, most=24, few=6, **same)
+    return XComposer25Processor(read, tokens=patches // 2, most=24, few=6, **same)
 
 
 def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -130,11 +130,11 @@ def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     if settings.get("pad_input", False) is not True:
         raise UnsupportedModel(f"{where}: pad_input is not true, and cut images are not implemented.")
     token_id = token_id_of(fields, "media_placeholder_token_id", 163605)
-    return NativeProcessor(read, token_id=token_id, most=read.integer("in_token_limit", 4096), **_moonvit(fields))
+    return KimiVlProcessor(read, token_id=token_id, most=read.integer("in_token_limit", 4096), **_moonvit(fields))
 
 
 def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
-    # Its authors' file has all of it in an object.
+    # The authors' file nests the settings in an object.
     own = settings.get("media_proc_cfg") or {}
     names = {"max_patches": "in_patch_limit", "longest": "patch_limit_on_one_side"}
     flat = {**settings, "longest": (settings.get("size") or {}).get("max_height")}
@@ -142,7 +142,7 @@ def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     flat |= {key: own[theirs] for key, theirs in names.items() if theirs in own}
     read = PictureSettings(flat, where, mean=HALVES, std=HALVES)
     key = "media_placeholder_token_id" if "media_placeholder_token_id" in fields else "image_token_id"
-    return BoundedNativeProcessor(
+    return KimiK25Processor(
         read,
         token_id=token_id_of(fields, key, 163605),
         most=read.integer("max_patches", 16384),
@@ -152,7 +152,7 @@ def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def _moonvit(fields: _Fields) -> dict[str, int]:
-    """Return the sides of a patch in pixels and of a square in patches."""
+    """Return the side of a patch in pixels and that of a square, which becomes a token, in patches."""
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json")
     merge = vision.fields.get("merge_kernel_size", [2, 2])
     return {
@@ -165,7 +165,7 @@ def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
     half = [0.5, 0.5, 0.5]
     colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
     read = PictureSettings({**settings, **colours}, where)
-    return SliceProcessor(
+    return MiniCpmVProcessor(
         read,
         token_id=token_of(Path(where).parent, "<unk>"),
         tokens=PictureSettings(fields, "config.json").integer("query_num", 64),
@@ -178,7 +178,7 @@ def _qwen_visual(fields: _Fields, settings: _Fields, where: str) -> ImageProcess
     begin = token_id_of(vision, "image_start_id", 151857)
     return SqueezedProcessor(
         PictureSettings(settings, where),
-        # Behind the tokens of begin and end.
+        # The ids of the begin and end tokens come first.
         token_id=begin + 2,
         placeholder=f"Picture {NUMBER_MARK}: <img><imgpad></img>\n",
         length=256,
@@ -191,12 +191,12 @@ def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     tower, own = tower_fields(folder, name), settings or tower_settings(folder, name)
     config = PictureSettings(fields, "config.json")
     side, grid = config.integer("image_size_aux", 768, maximum=2**13), config.integer("image_grid", 1, maximum=8)
-    # The larger tower's size stands in the place of the smaller one's.
+    # Pictures are prepared in the larger tower's size.
     read = PictureSettings({**own, "size": side, "crop_size": side}, where)
     kind = PaddedProcessor if fields.get("image_aspect_ratio") == "pad" else CenterProcessor
     return kind(
         read,
-        token_id=stand_in(folder),
+        token_id=fallback_token_id(folder),
         placeholder=("<image>" if "<image>" in added_tokens(folder) else "<unk>") + "\n",
         length=(grid**2 + bool(fields.get("image_global"))) * (tower["image_size"] // tower["patch_size"]) ** 2,
         side=side,
@@ -206,10 +206,10 @@ def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 def _molmo(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
-    return OverlappingProcessor(
+    return MolmoProcessor(
         read,
-        token_id=stand_in(folder),
-        placeholder=standing(folder),
+        token_id=fallback_token_id(folder),
+        placeholder=fallback_token(folder),
         grid=crop_grid(molmo_tower(fields), read),
         most=read.integer("max_crops", 12, maximum=256),
     )
@@ -219,7 +219,7 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     tokenizer = read_json_object(folder / "tokenizer_config.json")
     vision = tower_fields(folder, (fields.get("img_processor") or {}).get("model_name"))
-    # Each piece of text between images is encoded by itself, so that the tokenizer begins it as it begins a prompt.
+    # Each piece of text between images is encoded separately, so the tokenizer puts its begin token in front of each.
     begins = tokenizer.get("add_bos_token", str(tokenizer.get("tokenizer_class")).startswith("Llama"))
     read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
     return HdProcessor(
@@ -239,7 +239,7 @@ def _phi4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     texts = {int(number): text for text, number in added_tokens(Path(where).parent).items()}
     read = PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR)
     side, patch = tower["image_size"], tower["patch_size"]
-    return PlainHdProcessor(
+    return Phi4Processor(
         read,
         token_id=token_id,
         placeholder=texts.get(token_id, "<|endoftext10|>"),
@@ -251,7 +251,7 @@ def _phi4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 
 
 def is_grid(shapes: Any, side: int) -> bool:
-    """Return whether these are widths and heights of whole tiles, those of one first."""
+    """Return whether `shapes` lists widths and heights in whole tiles of this side, that of one tile first."""
     pairs = isinstance(shapes, list) and all(isinstance(each, list) and len(each) == 2 for each in shapes)
     return (
         pairs
@@ -280,14 +280,15 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Phi4MultimodalForCausalLM": _phi4,
     "QWenLMHeadModel": _qwen_visual,
 }
-"""Class in config.json -> function of its entries, those of preprocessor_config.json, and that file."""
+"""Class in config.json -> function of the entries of config.json, those of preprocessor_config.json, and the path of
+the latter."""
 
 ALSO_TEXT: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "vision_config",
     "ChatGLMModel": "vision_config",
     "QWenLMHeadModel": "visual",
 }
-"""Class of models with and without a tower -> entry of config.json that those with one have."""
+"""Class of models with and without a tower -> entry of config.json that only those with one have."""
 
 UNSAID = frozenset(
     {
@@ -301,4 +302,4 @@ UNSAID = frozenset(
         "QWenLMHeadModel",
     }
 )
-"""Classes whose folders have no image settings; their code has them."""
+"""Classes whose image settings are constants of the authors' code rather than entries of a file."""

@@ -1,4 +1,4 @@
-"""VisionTower turns images into rows of embeddings for a decoder. The families' towers are in `towers/`."""
+"""VisionTower encodes images as embeddings for a decoder. The towers of the families are in `towers/`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncllm.layers.images import ImageMerge
 from asyncllm.layers.layer import Layer
 from asyncllm.prompt_image import PromptImage
 
-__all__ = ["PlannedTower", "Shown", "TowerConfig", "VisionTower"]
+__all__ = ["CapturableTower", "TowerConfig", "TowerInputs", "VisionTower"]
 
 
 class VisionTower(Layer):
-    """Encodes images. `merge` puts their features into the embeddings of a step."""
+    """Encodes images. `merge` writes their features into the embeddings of a step."""
 
     num_deep = 0
-    """How many of the decoder's first layers its features go on for."""
+    """The number of decoder layers, from the first, to whose outputs further features are added (DeepStack)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,57 +31,59 @@ class VisionTower(Layer):
 
     @abstractmethod
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        """Return the features of each image, [length, hidden] of the model's type, on its device.
+        """Return the features of each image, [length, (1 + num_deep) * hidden], of the model's dtype and on its device.
 
-        They are 1 + `num_deep` times as wide: what follows is added to the outputs of the decoder's first layers, one
-        after the other, but not of its last."""
+        The first `hidden` columns are the embeddings; each further `hidden` columns are added to the output of one of
+        the decoder's first layers, in order, but never to that of its last."""
 
 
-class Shown(NamedTuple):
-    """Images in the form that a tower reads."""
+class TowerInputs(NamedTuple):
+    """The inputs of a tower for some images."""
 
     tensors: tuple[Tensor, ...]
     """Tensors on the tower's device, pixels first."""
     segments: tuple[Segments, ...] = ()
-    """Which patches see each other, if the tensors' shapes do not say so."""
+    """Which patches attend to each other, if the tensors' shapes do not determine it."""
 
 
-class PlannedTower(VisionTower):
-    """A tower that needs nothing from the host once its inputs are on the device, so that graphs can capture it."""
-
-    @abstractmethod
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        """Upload the inputs of `look` for images."""
+class CapturableTower(VisionTower):
+    """A tower that CUDA graphs can capture, since it needs nothing from the host once its inputs are on the device."""
 
     @abstractmethod
-    def look(self, shown: Shown) -> Tensor:
-        """Return the features of all images, concatenated."""
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        """Upload the inputs of `encode_inputs` for some images."""
+
+    @abstractmethod
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
+        """Return the features of all images as `encode`, concatenated."""
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        return list(torch.split(self.look(self.show(images)), [image.num_features for image in images]))
+        return list(
+            torch.split(self.encode_inputs(self.upload_inputs(images)), [image.num_features for image in images])
+        )
 
 
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A tower's config, read from config.json by `models.vision_language`."""
 
     image_rows: ImageRowsConfig | None = None
-    """Weights of their own that images' tokens have in the decoder's layers, if any."""
+    """The decoder's separate weights for tokens of images, if it has any (CogVLM, InternLM-XComposer2)."""
 
     @abstractmethod
     def build(self, hidden_size: int) -> VisionTower:
-        """Return the tower, unfilled, for a decoder of this width."""
+        """Return the tower, without its weights, for a decoder of this hidden size."""
 
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, str]:
-        """Rows of a weight table, from the checkpoint's modules to the tower's."""
+        """The checkpoint's modules -> the tower's, as a weight table."""
 
     @property
     def decoder_source(self) -> str:
-        """The checkpoint's module of the decoder, if the tower's modules are not beside the decoder's own."""
+        """The checkpoint's module that holds the decoder; empty if the tower's modules are beside the decoder's."""
         return "language_model"
 
     @property
     def unused(self) -> Sequence[str]:
-        """Modules of the checkpoint's tower that are not used."""
+        """The checkpoint's modules whose weights are left out."""
         return ()

@@ -1,7 +1,7 @@
-"""Videos: frames out of a file, or a list of frames as they are, one after the other.
+"""Frames of videos, from a file or a list of images.
 
-A file is read by PyAV, which is an extra (`pip install asyncllm[video]`). It may come from a stranger. So only a few
-containers are read, chosen by us and not by the file, as some formats are lists of other addresses; and the amount of
+Files are read by PyAV, an optional dependency (`pip install asyncllm[video]`). A file may be untrusted. Therefore the
+container format is determined here and limited to a few, since some formats refer to other addresses, and the amount of
 decoding is bounded before it begins.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["MAX_VIDEO_PIXELS", "Choose", "Clip", "Recording", "open_clip"]
 
 MAX_VIDEO_SECONDS = 3600
 MAX_VIDEO_PIXELS = 2**34
-"""Most pixels of all frames that have to be decoded, half a minute of one core: 8,000 frames of 1920 x 1080, 41,000 of
+"""Maximum number of pixels to decode, which takes half a minute of one core: 8,000 frames of 1920 x 1080, 41,000 of
 640 x 640."""
 
 _CONTAINERS = ("AVI", "Matroska", "MP4", "QuickTime", "WebM")
 
 
 class Recording(NamedTuple):
-    """The properties of a video by which frames are chosen."""
+    """The properties of a video from which frames are chosen."""
 
     total: int
     """Number of frames."""
@@ -37,11 +37,11 @@ class Recording(NamedTuple):
 
 
 Choose = Callable[[Recording], Sequence[int]]
-"""Returns the numbers of the frames to show, in order. Raises InvalidParameter."""
+"""Returns the ascending indices of the frames to show. Raises InvalidParameter."""
 
 
 class Clip(NamedTuple):
-    """The chosen frames of a video, of one size."""
+    """The chosen frames of a video, all of one size."""
 
     height: int
     width: int
@@ -56,15 +56,15 @@ class Clip(NamedTuple):
 
 @contextmanager
 def open_clip(video: Any, choose: Choose) -> Iterator[Clip]:
-    """Open a list of frames, each as `load_image` takes it, or a file: a path, an http(s) or `data:` URL, or bytes.
+    """Open a list of frames, each an input of `load_image`, or a file: a path, an http(s) or `data:` URL, or bytes.
 
-    A list is shown as it is, a file's frames as `choose` says. Raises InvalidMessage, UnsupportedFeature, and what
-    `choose` raises.
+    All frames of a list are used; `choose` selects those of a file. Raises InvalidMessage, UnsupportedFeature, and the
+    errors of `choose`.
     """
     if isinstance(video, list | tuple):
         frames = [load_image(frame) for frame in video]
         if len({frame.size for frame in frames}) != 1:
-            raise InvalidMessage("The frames of a video are of one size, and there is at least one. Scale them alike.")
+            raise InvalidMessage("A video is one frame or more, all of one size. Scale them alike.")
         first, count = frames[0], len(frames)
         yield Clip(first.height, first.width, range(count), None, count, iter(frames))
         return
@@ -83,7 +83,7 @@ def _library() -> Any:
         import av
     except ImportError:
         raise UnsupportedFeature(
-            "Files of videos are read by PyAV, which is not installed. Install it with `pip install asyncllm[video]`, "
+            "Video files are read by PyAV, which is not installed. Install it with `pip install asyncllm[video]`, "
             "or send some of the video's frames as a list.",
             "messages",
         ) from None
@@ -91,7 +91,7 @@ def _library() -> Any:
 
 
 def _container_of(data: bytes) -> str:
-    """Return FFmpeg's name of a file's format, by its first bytes. Raises InvalidMessage."""
+    """Return FFmpeg's name of a file's container format, recognized by the first bytes. Raises InvalidMessage."""
     if len(data) > MAX_IMAGE_BYTES:
         raise InvalidMessage(f"The video has more than {MAX_IMAGE_BYTES} bytes. Send a smaller one.")
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
@@ -101,21 +101,21 @@ def _container_of(data: bytes) -> str:
     if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
         return "avi"
     raise InvalidMessage(
-        f"The video's {len(data)} bytes are of no container that is read. Send one of: {', '.join(_CONTAINERS)}; or "
+        f"The video's {len(data)} bytes are in no supported container. Send one of: {', '.join(_CONTAINERS)}; or "
         f"some of its frames as a list."
     )
 
 
 def _clip_of(container: Any, choose: Choose) -> Clip:
     if not container.streams.video:
-        raise InvalidMessage("The video has no pictures. Send a file with a video stream.")
+        raise InvalidMessage("The file has no video stream. Send a file with one.")
     stream = container.streams.video[0]
     context = stream.codec_context
-    # Parallelism comes from several requests, not from one decoder.
+    # Requests run in parallel, so one decoder need not.
     context.thread_count = 1
     height, width, rate = context.height, context.width, float(stream.average_rate or 0)
     if height < 1 or width < 1 or not 0 < rate <= 1000:
-        raise InvalidMessage("The video does not say how large and how fast it is. Save it again.")
+        raise InvalidMessage("The video's size or frame rate is missing or out of range. Save it again.")
     total = sum(packet.size > 0 for packet in container.demux(stream))
     if not total:
         raise InvalidMessage("The video has no frames. Send the whole file.")
@@ -132,7 +132,7 @@ def _clip_of(container: Any, choose: Choose) -> Clip:
 
 
 def _chosen(container: Any, stream: Any, indices: Sequence[int]) -> Iterator[Image.Image]:
-    """Yield the frames of these ascending numbers. The previous frame replaces a missing one."""
+    """Yield the frames at these ascending indices. The previous frame replaces a missing one."""
     place, last = 0, None
     size = (stream.codec_context.width, stream.codec_context.height)
     for number, frame in enumerate(container.decode(stream)):
@@ -153,4 +153,4 @@ def _chosen(container: Any, stream: Any, indices: Sequence[int]) -> Iterator[Ima
 
 
 def _broken(error: BaseException) -> InvalidMessage:
-    return InvalidMessage(f"The video is broken or of a kind that is not read ({error}). Save it again as MP4.")
+    return InvalidMessage(f"The video is broken or in an unsupported format ({error}). Save it again as MP4.")

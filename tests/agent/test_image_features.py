@@ -16,7 +16,7 @@ from asyncllm.models.registry import open_model
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import Batch, PrefillRow
 from asyncllm.vl.processor import open_processor
-from asyncllm.vl.tower import PlannedTower
+from asyncllm.vl.tower import CapturableTower
 from tests.vl.checkpoints import folder_of, picture
 
 
@@ -75,7 +75,7 @@ def test_images_may_be_encoded_one_by_one(kind: str) -> None:
     folder = folder_of(kind)
     processor = open_processor(folder)
     tower = open_model(folder, dtype=torch.float32, device=torch.device("cpu")).vision
-    assert isinstance(tower, PlannedTower)
+    assert isinstance(tower, CapturableTower)
     assert processor is not None
     images = [processor.prepare(picture(seed, *size), {}) for seed, size in enumerate([(40, 30), (90, 31), (16, 24)])]
     for together, image in zip(TowerGraphs(tower).encode(images), images, strict=True):

@@ -9,7 +9,7 @@ from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.agent.device.tower_graphs import TowerGraphs
 from asyncllm.models.registry import open_model
 from asyncllm.vl.processor import open_processor
-from asyncllm.vl.tower import PlannedTower
+from asyncllm.vl.tower import CapturableTower
 from tests.gpu.engines import device_config
 from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 from tests.vl.kinds import KINDS
@@ -45,7 +45,7 @@ def test_features_out_of_graphs_are_those_of_a_cpu(kind: str) -> None:
     towers = [open_model(folder, dtype=torch.float32, device=torch.device(device)).vision for device in ("cpu", "cuda")]
     assert towers[0] is not None
     assert towers[1] is not None
-    encode = TowerGraphs(towers[1]).encode if isinstance(towers[1], PlannedTower) else towers[1].encode
+    encode = TowerGraphs(towers[1]).encode if isinstance(towers[1], CapturableTower) else towers[1].encode
     with torch.cuda.stream(torch.cuda.Stream()):
         for turn in range(4):
             for sizes in ([(40, 30)], [(90, 31), (30, 60), (30, 60)], [(64, 64), (64, 64)]):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
-from asyncllm.vl.processing.native import NativeProcessor
+from asyncllm.vl.processing.kimi_vl import KimiVlProcessor
 from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import ALL_KINDS, folder_of, image_processor_of, picture
@@ -110,19 +110,19 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
     "kind",
     [
         partial(CenterProcessor, length=1, side=336),
-        partial(NativeProcessor, patch=14, merge=2, most=4096),
+        partial(KimiVlProcessor, patch=14, merge=2, most=4096),
     ],
 )
 def test_a_line_is_not_blown_up(kind: Any) -> None:
     settings = PictureSettings({}, "x")
-    options = {} if kind.func is NativeProcessor else {"placeholder": ""}
+    options = {} if kind.func is KimiVlProcessor else {"placeholder": ""}
     for size in ((1, 2**22), (2**22, 1)):
         with pytest.raises(InvalidMessage, match="Cut it into several"):
             kind(settings, token_id=1, **options).prepare(Image.new("RGB", size), {})
 
 
 def test_a_square_around_a_line_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncllm.vl.processing.settings.MAX_IMAGE_PIXELS", 2**16)
+    monkeypatch.setattr("asyncllm.vl.processing.pictures.MAX_IMAGE_PIXELS", 2**16)
     processor = PaddedProcessor(PictureSettings({}, "x"), token_id=1, placeholder="", length=1, side=28)
     line = processor.prepare(Image.new("RGB", (2**22, 1), (255, 255, 255)), {}).pixels
     assert line.shape == (1, 3, 28, 28)
@@ -376,7 +376,7 @@ def test_what_a_damaged_config_says_of_images(kind: str, changed: dict[str, Any]
     fields = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, **changed}))
     (tmp_path / "preprocessor_config.json").write_text((source / "preprocessor_config.json").read_text())
-    with pytest.raises(InvalidCheckpoint, match="another form"):
+    with pytest.raises(InvalidCheckpoint, match="are not those of"):
         open_processor(tmp_path)
 
 

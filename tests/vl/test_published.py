@@ -28,7 +28,7 @@ from asyncllm.models.vision_language import composed
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.vl.processing.molmo import CropGrid
 from asyncllm.vl.processor import open_processor
-from asyncllm.vl.towers.mining import MiningConfig
+from asyncllm.vl.towers.mgm import MgmConfig
 from tests.checkpoints import perturb
 from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 from tests.vl.published.families import PUBLISHED
@@ -268,7 +268,7 @@ def test_towers_of_mgm_are_known_by_their_names() -> None:
         parts = composed(HFConfig(fields, source="/nowhere/config.json"), "MGMLlamaForCausalLM")
         assert parts is not None
         vision = parts.vision
-        assert isinstance(vision, MiningConfig)
+        assert isinstance(vision, MgmConfig)
         assert (vision.small.num_layers, vision.read_layers) == (24, 23)
         assert vision.large.sizes == (192, 384, 768, 1536)
         assert (vision.grid**2 + vision.whole) * vision.small.side**2 == tokens

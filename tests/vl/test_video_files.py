@@ -153,7 +153,7 @@ def test_what_is_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video_files, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(InvalidMessage, match="more than 100 bytes"):
         shown("qwen2_vl", data, {})
-    monkeypatch.setattr("asyncllm.vl.processing.sampling.MAX_NUMBERS", 100)
+    monkeypatch.setattr("asyncllm.vl.processing.frames.MAX_NUMBERS", 100)
     with pytest.raises(InvalidMessage, match="is shown as 2 frames"):
         shown("qwen2_vl", [picture(1), picture(2)], {})
 

@@ -186,7 +186,7 @@ async def test_a_video_over_http() -> None:
             ("DATA:video/mp4;base64,AAAA", "no container"),
             (["/etc/passwd"], "None is fetched"),
             (["http://127.0.0.1/x.png"], "None is fetched"),
-            ("data:video/mp4,x", "Encode the file by base64"),
+            ("data:video/mp4,x", "Encode the file as base64"),
             ("data:video/mp4;base64,AAAA", "no container"),
         ):
             messages = asked({"type": "video_url", "video_url": {"url": wrong}})

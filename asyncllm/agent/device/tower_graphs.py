@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 
 __all__ = ["LARGEST", "TowerGraphs"]
 
@@ -26,7 +26,7 @@ launches."""
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    shown: Shown
+    inputs: TowerInputs
     """Inputs."""
     features: Tensor
     """Outputs."""
@@ -36,7 +36,7 @@ class TowerGraphs:
     """Runs a tower on images. A batch is captured when its shapes occur for the second time, and replayed from then on.
     The graphs share their memory, because they run one after another. Used by the thread that launches steps."""
 
-    def __init__(self, tower: PlannedTower) -> None:
+    def __init__(self, tower: CapturableTower) -> None:
         self._tower = tower
         self._pool: Any = None
         self._graphs: OrderedDict[Hashable, _Captured | None] = OrderedDict()
@@ -44,35 +44,35 @@ class TowerGraphs:
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         """Return what the tower's `encode` returns, in memory that the next call overwrites."""
-        shown = self._tower.show(images)
-        return list(torch.split(self._look(shown), [image.num_features for image in images]))
+        inputs = self._tower.upload_inputs(images)
+        return list(torch.split(self._encode(inputs), [image.num_features for image in images]))
 
     def clear(self) -> None:
         """Forget all graphs and free their memory."""
         self._graphs.clear()
         self._pool = None
 
-    def _look(self, shown: Shown) -> Tensor:
-        first = shown.tensors[0]
+    def _encode(self, inputs: TowerInputs) -> Tensor:
+        first = inputs.tensors[0]
         if not first.is_cuda or first.numel() > LARGEST:
-            return self._tower.look(shown)
-        key = _shape_of(shown)
+            return self._tower.encode_inputs(inputs)
+        key = _shape_of(inputs)
         if key not in self._graphs:
             self._graphs[key] = None
             self._bound()
-            return self._tower.look(shown)
+            return self._tower.encode_inputs(inputs)
         self._graphs.move_to_end(key)
         captured = self._graphs[key]
         if captured is None:
-            captured = self._graphs[key] = self._capture(shown)
+            captured = self._graphs[key] = self._capture(inputs)
             self._bound()
         else:
-            for own, new in zip(_tensors(captured.shown), _tensors(shown), strict=True):
+            for own, new in zip(_tensors(captured.inputs), _tensors(inputs), strict=True):
                 own.copy_(new)
         captured.graph.replay()
         return captured.features
 
-    def _capture(self, shown: Shown) -> _Captured:
+    def _capture(self, inputs: TowerInputs) -> _Captured:
         """Capture what has already been launched once, so that nothing is compiled during the capture."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -84,13 +84,13 @@ class TowerGraphs:
             # Other threads may meanwhile use their own streams.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                features = self._tower.look(shown)
+                features = self._tower.encode_inputs(inputs)
             finally:
                 graph.capture_end()
         finally:
             if enabled:
                 gc.enable()
-        return _Captured(graph, shown, features)
+        return _Captured(graph, inputs, features)
 
     def _bound(self) -> None:
         """Keep only the most recent shapes and graphs."""
@@ -101,11 +101,11 @@ class TowerGraphs:
             self._graphs.popitem(last=False)
 
 
-def _tensors(shown: Shown) -> list[Tensor]:
-    return [*shown.tensors, *(each.tiles for each in shown.segments if each.tiles is not None)]
+def _tensors(inputs: TowerInputs) -> list[Tensor]:
+    return [*inputs.tensors, *(each.tiles for each in inputs.segments if each.tiles is not None)]
 
 
-def _shape_of(shown: Shown) -> Hashable:
+def _shape_of(inputs: TowerInputs) -> Hashable:
     """Return everything that the launches depend on."""
-    shapes = tuple((each.shape, each.dtype) for each in _tensors(shown))
-    return shapes, tuple((each.length, each.rows) for each in shown.segments)
+    shapes = tuple((each.shape, each.dtype) for each in _tensors(inputs))
+    return shapes, tuple((each.length, each.rows) for each in inputs.segments)

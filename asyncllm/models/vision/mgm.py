@@ -1,5 +1,5 @@
-"""MGM and Mini-Gemini: config.json is the decoder's with entries beside it, and names two towers, whose weights lie
-among the others."""
+"""MGM and Mini-Gemini: config.json has the decoder's entries at the top level and names two towers, whose weights are
+in the model's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.models.config import HFConfig
 from asyncllm.models.vision.parts import Composed, clip_of, depth_of
 from asyncllm.vl.known_towers import fine_tower_fields, tower_fields
 from asyncllm.vl.towers.convnext import ConvNextConfig
-from asyncllm.vl.towers.mining import MiningConfig
+from asyncllm.vl.towers.mgm import MgmConfig
 
 __all__ = ["read_mgm"]
 
@@ -34,7 +34,7 @@ def read_mgm(hf: HFConfig) -> Composed:
     cell = large.patch_size * 2 ** (len(large.sizes) - 1)
     if side % cell or side % (large.patch_size * grid * small.side):
         hf.invalid("image_size_aux", f"where a multiple of {cell} belongs that has whole cells in each patch")
-    vision = MiningConfig(
+    vision = MgmConfig(
         small=small,
         large=large,
         read_layers=depth_of(hf, "mm_vision_select_layer", last, small.num_layers),
@@ -42,10 +42,4 @@ def read_mgm(hf: HFConfig) -> Composed:
         whole=whole,
     )
     kept = {key: value for key, value in hf.fields.items() if not key.startswith(("mm_", "image_"))}
-    text = HFConfig(
-        {**kept, "model_type": "llama"},
-        source=hf.source,
-        session_len=hf.session_len,
-        rope_scaling_factor=hf.rope_scaling_factor,
-    )
-    return Composed(text, "llama", vision)
+    return Composed(hf.replaced({**kept, "model_type": "llama"}), "llama", vision)

@@ -1,4 +1,5 @@
-"""Sizes of LLaVA-NeXT's tiled images: the best of a few shapes, and what of it is no padding (Liu et al., 2024)."""
+"""Sizes of LLaVA-NeXT's tiled images: the best of a few shapes, and the part of it that is not padding (Liu et al.,
+2024)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Size = tuple[int, int]
 
 
 def best_resolution(size: Size, pinpoints: Sequence[Size]) -> Size:
-    """Return the shape in which most of an image's pixels are kept, and of those the one that wastes least."""
+    """Return the shape that keeps most of an image's pixels and, among equal ones, has the least padding."""
 
     def kept_and_wasted(shape: Size) -> tuple[int, int]:
         scale = min(shape[1] / size[1], shape[0] / size[0])
@@ -23,7 +24,7 @@ def best_resolution(size: Size, pinpoints: Sequence[Size]) -> Size:
 
 
 def fitted(size: Size, shape: Size) -> Size:
-    """Return the size of an image that is scaled into a shape."""
+    """Return the size of an image that is scaled to fit a shape, with its ratio kept."""
     scale_h, scale_w = shape[0] / size[0], shape[1] / size[1]
     if scale_w < scale_h:
         return min(math.ceil(size[0] * scale_w), shape[0]), shape[1]
@@ -37,7 +38,8 @@ def grid_of(size: Size, pinpoints: Sequence[Size], tile: int) -> Size:
 
 
 def unpadded(size: Size, grid: Size) -> tuple[int, int, int, int]:
-    """Return what of a grid of patches is no padding: the first row and column, then rows and columns."""
+    """Return the part of a grid of patches that is not padding: its first row and column, then its numbers of rows and
+    columns."""
     (height, width), (rows, columns) = size, grid
     if width / height > columns / rows:
         padding = (rows - int(round(height * (columns / width), 7))) // 2
@@ -47,14 +49,15 @@ def unpadded(size: Size, grid: Size) -> tuple[int, int, int, int]:
 
 
 def shrunk(grid: Size, most: int | None) -> Size:
-    """Return the rows and columns that a grid of patches becomes which has more than about `most` (LLaVA-OneVision)."""
+    """Return the rows and columns to which a grid of patches is reduced if it has more than about `most`
+    (LLaVA-OneVision)."""
     ratio = 0.0 if most is None else math.sqrt(grid[0] * grid[1] / most)
     return (int(grid[0] // ratio), int(grid[1] // ratio)) if ratio > 1.1 else grid
 
 
 def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int, most: int | None = None) -> int:
-    """Return the tokens of an image: those of the whole, and those of the tiles with one more for each row. `most`: as
-    in `shrunk`."""
+    """Return the number of tokens of an image: those of the downscaled whole, and those of the tiles with a newline
+    for each row. `side`: patches along a side of a tile. `most`: as in `shrunk`."""
     rows, columns = grid_of(size, pinpoints, tile)
     height, width = shrunk(unpadded(size, (rows * side, columns * side))[2:], most)
     return side * side + height * (width + 1)

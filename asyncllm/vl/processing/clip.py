@@ -1,4 +1,4 @@
-"""Square pictures for CLIP's towers: the middle of an image or the whole of it (LLaVA), or that and tiles
+"""Square pictures for CLIP's towers: the centre of an image or all of it (LLaVA), or the downscaled whole and tiles
 (LLaVA-NeXT)."""
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from PIL import Image
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution, fitted, num_tokens
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, padded_square, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import crops_of, digest_of, padded_square, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = ["AnyresProcessor", "CenterProcessor", "PaddedProcessor"]
 
 
 class CenterProcessor(ImageProcessor):
-    """Scales the shorter side to the tower's, and cuts out the middle. Where the file has a height and a width, as
-    SigLIP's, all of the image is squeezed into them."""
+    """Scales the shorter side to the tower's and crops the centre. If the settings have a height and a width, as
+    SigLIP's do, the whole image is stretched to them."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
-        """`length`: tokens of an image. `side`: of the tower's pictures in pixels."""
+        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels."""
         self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
         self.edge, size = settings.side("size", side), settings.fields.get("size")
         self._squeezes = isinstance(size, dict) and size.get("height") is not None
@@ -40,7 +42,7 @@ class CenterProcessor(ImageProcessor):
         )
 
     def squared(self, image: Image.Image) -> Image.Image:
-        """Return the middle of the image in the tower's size, or without a crop all of it, squeezed."""
+        """Return the centre of the image in the tower's size, or the whole image, stretched, if crops are off."""
         edge, (width, height) = self.edge, image.size
         if self._squeezes or self.crop is None:
             height, width = edge, edge
@@ -56,15 +58,15 @@ class CenterProcessor(ImageProcessor):
 
 
 class PaddedProcessor(CenterProcessor):
-    """The whole image, padded to a square with bars of the mean colour before it is scaled (LLaVA 1.5, as its authors
-    do)."""
+    """Pads the image to a square with the mean colour before it is scaled (LLaVA 1.5, as its authors do)."""
 
     def squared(self, image: Image.Image) -> Image.Image:
         return super().squared(padded_square(image, self.settings.background))
 
 
 class AnyresProcessor(CenterProcessor):
-    """The whole of an image, and tiles of it in the shape that suits it best, padded with black."""
+    """Pixels [1 + tiles, 3, side, side]: the downscaled whole image, and its tiles in the best shape, padded with
+    black."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class AnyresProcessor(CenterProcessor):
         pinpoints: Sequence[tuple[int, int]],
         most: int | None = None,
     ) -> None:
-        """`patches`: along a side of the tower's pictures. `most`: patches of all tiles, as in `anyres.shrunk`."""
+        """`patches`: patches along a side of the tower's pictures. `pinpoints`: the possible heights and widths.
+        `most`: maximum number of patches of all tiles, as in `anyres.shrunk`."""
         super().__init__(settings, token_id=token_id, placeholder=placeholder, length=0, side=side)
         self._most = most
         self._tile, self._patches, self._pinpoints = side, patches, pinpoints
@@ -93,11 +96,7 @@ class AnyresProcessor(CenterProcessor):
         canvas.paste(scaled, ((shape[1] - width) // 2, (shape[0] - height) // 2))
         whole = resized(loaded, self.edge, self.edge, self.settings.resample)
         step = self.crop or self.edge
-        tiles = [
-            canvas.crop((left, top, left + step, top + step))
-            for top in range(0, shape[0], step)
-            for left in range(0, shape[1], step)
-        ]
+        tiles = crops_of(canvas, step, step)
         pixels = self.settings.numbers(np.stack([np.asarray(self.squared(each)) for each in (whole, *tiles)]))
         return PromptImage(
             length=num_tokens(size, self._pinpoints, self._tile, self._patches, self._most),

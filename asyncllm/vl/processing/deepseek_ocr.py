@@ -1,4 +1,4 @@
-"""Pictures for DeepSeek-OCR (Wei et al., 2025): the whole of an image, with bars, and tiles of larger ones."""
+"""Pictures for DeepSeek-OCR (Wei et al., 2025): the whole image, padded, and tiles if it is large."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from PIL import ImageOps
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import cut_tiles, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import tile_grid
 
-__all__ = ["WholeAndTilesProcessor"]
+__all__ = ["DeepseekOcrProcessor"]
 
 LEAST, MOST = 2, 9
-"""Tiles of an image that has any."""
+"""Minimum and maximum number of tiles of an image that is tiled."""
 GREY = (127, 127, 127)
 
 
-class WholeAndTilesProcessor(ImageProcessor):
-    """Numbers of the whole [3, side, side] and of the tiles [rows * columns, 3, tile, tile], one after the other."""
+class DeepseekOcrProcessor(ImageProcessor):
+    """Pixels are flat: the whole image [3, side, side], then its tiles [rows * columns, 3, tile, tile]."""
 
     def __init__(
         self,
@@ -33,7 +35,8 @@ class WholeAndTilesProcessor(ImageProcessor):
         tile: int,
         shrunk: int,
     ) -> None:
-        """`side` and `tile`: of pictures in pixels. `shrunk`: pixels along a side of what becomes a token."""
+        """`side` and `tile`: the sides of the whole picture and of a tile in pixels. `shrunk`: pixels along a side of
+        the square that becomes a token."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self._side, self._tile = side, tile
         self._tokens, self._tile_tokens = side // shrunk, tile // shrunk
@@ -46,9 +49,8 @@ class WholeAndTilesProcessor(ImageProcessor):
         length = self._tokens * (self._tokens + 1) + 1
         if max(loaded.size) > tile:
             columns, rows = tile_grid(loaded.width, loaded.height, tile, LEAST, MOST)
-            canvas = np.asarray(resized(loaded, rows * tile, columns * tile, resample))
-            cut = canvas.reshape(rows, tile, columns, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
-            pictures.append(self.settings.numbers(cut).ravel())
+            tiles = cut_tiles(resized(loaded, rows * tile, columns * tile, resample), tile)
+            pictures.append(self.settings.numbers(tiles).ravel())
             length += rows * self._tile_tokens * (columns * self._tile_tokens + 1)
         pixels = np.concatenate(pictures)
         return PromptImage(

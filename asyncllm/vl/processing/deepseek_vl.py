@@ -1,4 +1,4 @@
-"""Square pictures for DeepSeek-VL: all of an image, of the 7B in two sizes, and in DeepSeek-VL2 tiles of it besides."""
+"""Square pictures for DeepSeek-VL: the whole image, in two sizes for the 7B, and also tiles for DeepSeek-VL2."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.anyres import best_resolution
 from asyncllm.vl.processing.clip import CenterProcessor
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
+from asyncllm.vl.processing.options import is_low, refuse_options
+from asyncllm.vl.processing.pictures import crops_of, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["CandidatesProcessor", "SquareProcessor", "TwoSizesProcessor"]
+__all__ = ["DeepseekVl2Processor", "DeepseekVlHybridProcessor", "DeepseekVlProcessor"]
 
 
-class SquareProcessor(CenterProcessor):
-    """All of an image, with bars of the mean colour where it is no square."""
+class DeepseekVlProcessor(CenterProcessor):
+    """The whole image, padded to a square with the mean colour."""
 
     def squared(self, image: Image.Image) -> Image.Image:
         edge, least, longest = self.edge, self.settings.integer("min_size", 14), max(image.size)
         if self.settings.fields.get("image_processor_type") == "VLMImageProcessor":
-            # The authors' own rounds down.
+            # The authors' processor rounds down.
             width, height = (max(int(each / longest * edge), least) for each in image.size)
         else:
             width, height = (max(round(each * (edge / longest)), least) for each in image.size)
@@ -33,15 +35,15 @@ class SquareProcessor(CenterProcessor):
         return canvas
 
 
-class TwoSizesProcessor(SquareProcessor):
-    """All of an image in two sizes, the smaller one made of the larger one; the larger one's numbers come first
-    (DeepSeek-VL 7B)."""
+class DeepseekVlHybridProcessor(DeepseekVlProcessor):
+    """The whole image in two sizes, the smaller one scaled from the larger one. Pixels are flat: the larger picture,
+    then the smaller one (DeepSeek-VL 7B)."""
 
     def __init__(
         self,
         settings: PictureSettings,
         *,
-        large: SquareProcessor,
+        large: DeepseekVlProcessor,
         token_id: int,
         placeholder: str,
         length: int,
@@ -67,9 +69,9 @@ class TwoSizesProcessor(SquareProcessor):
         )
 
 
-class CandidatesProcessor(ImageProcessor):
-    """The whole of an image, and the tiles of the candidate shape that suits it best, all with bars of the mean colour:
-    pictures [1 + rows * columns, 3, side, side]. Where a conversation has many images there is but one tile."""
+class DeepseekVl2Processor(ImageProcessor):
+    """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, and its tiles in the best candidate
+    shape, all padded with the mean colour. In a conversation of many images each has a single tile."""
 
     most_cut = 2
 
@@ -82,7 +84,8 @@ class CandidatesProcessor(ImageProcessor):
         tokens: int,
         shapes: Sequence[tuple[int, int]],
     ) -> None:
-        """`tokens`: along a tile's side. `shapes`: heights and widths, the first one that of a tile."""
+        """`tokens`: tokens along a side of a tile. `shapes`: the candidate heights and widths, that of a single tile
+        first."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self._tokens, self._shapes, self._side = tokens, shapes, shapes[0][0]
 
@@ -91,13 +94,7 @@ class CandidatesProcessor(ImageProcessor):
         loaded, side = load_image(image), self._side
         size = (loaded.height, loaded.width)
         height, width = (side, side) if is_low(options) else best_resolution(size, self._shapes)
-        canvas = self._padded(loaded, height, width)
-        tiles = [
-            canvas.crop((left, top, left + side, top + side))
-            for top in range(0, height, side)
-            for left in range(0, width, side)
-        ]
-        pictures = [self._padded(loaded, side, side), *tiles]
+        pictures = [self._padded(loaded, side, side), *crops_of(self._padded(loaded, height, width), side, side)]
         pixels = self.settings.numbers(np.stack([np.asarray(each) for each in pictures]))
         rows, columns, tokens = height // side, width // side, self._tokens
         return PromptImage(

@@ -1,4 +1,4 @@
-"""Pictures for Gemma 3: all of an image squeezed into a square, and for long ones crops of it ("pan and scan")."""
+"""Pictures for Gemma 3: the whole image stretched to a square, and crops of long images ("pan and scan")."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from PIL import Image
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = ["Gemma3Processor"]
 
@@ -20,12 +22,12 @@ WITH_CROPS = "Here is the original image {} and here are some crops to help you 
 
 
 class Gemma3Processor(ImageProcessor):
-    """A picture is as many tokens as any other, which see each other."""
+    """Each picture has the same number of tokens, which attend to each other in both directions."""
 
     placeholder = PLACE
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:
-        """`tokens`: of a picture. `side`: of the tower's pictures in pixels."""
+        """`tokens`: tokens of a picture. `side`: the side of the tower's pictures in pixels."""
         self.settings, self.token_id, self.joint = settings, token_id, tokens
         self._edge = settings.side("size", side)
         self._crops = settings.fields.get("do_pan_and_scan") is True
@@ -50,7 +52,7 @@ class Gemma3Processor(ImageProcessor):
         )
 
     def _cropped(self, image: Image.Image) -> list[Image.Image]:
-        """Return parts of an image along its longer side; none of one that is nearly square, or too small."""
+        """Return crops along the longer side of an image, or none if it is nearly square or too small."""
         long, short = max(image.size), min(image.size)
         if long / short < self._min_ratio:
             return []

@@ -1,4 +1,4 @@
-"""Images of any size for Gemma 4: scaled to about as many patches as allowed, in whole squares of them."""
+"""Images of any size for Gemma 4: scaled to about the maximum number of patches, in whole squares of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncllm.errors import InvalidMessage
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import cut_squares, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = ["Gemma4Processor"]
 
 
 class Gemma4Processor(ImageProcessor):
-    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+    """Pixels [patches, 3, patch * patch], ordered by the squares of patches that become a token each."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Gemma4Processor(ImageProcessor):
         after: Sequence[int],
         sees_whole: bool,
     ) -> None:
-        """`sees_whole`: an image's tokens see each other."""
+        """`sees_whole`: whether an image's tokens attend to each other in both directions."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self.before, self.after = before, after
         self.patch = settings.integer("patch_size", 16, maximum=1024)
@@ -42,9 +42,7 @@ class Gemma4Processor(ImageProcessor):
         loaded, patch, pool = load_image(image), self.patch, self.pool
         rows, columns = self._squares(loaded.height, loaded.width)
         side = patch * pool
-        picture = np.asarray(resized(loaded, rows * side, columns * side, self.settings.resample))
-        cut = picture.reshape(rows, pool, patch, columns, pool, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
-        patches = np.ascontiguousarray(cut).reshape(-1, patch, patch, 3)
+        patches = cut_squares(resized(loaded, rows * side, columns * side, self.settings.resample), patch, pool)
         return PromptImage(
             length=rows * columns,
             digest=digest_of(rows, columns, pixels=patches),
@@ -55,7 +53,7 @@ class Gemma4Processor(ImageProcessor):
         )
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of squares. Raises InvalidMessage for an image that is too narrow for them."""
+        """Return the rows and columns of squares. Raises InvalidMessage if the image is too narrow for them."""
         side = self.patch * self.pool
         factor = math.sqrt(self.most * self.pool**2 * self.patch**2 / (height * width))
         rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)

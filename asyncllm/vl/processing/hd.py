@@ -1,4 +1,4 @@
-"""Images in so many tiles as suits them, without their ratio being bent, and the whole in one tile (Phi-3-vision,
+"""Tiles with the image's ratio kept, and the downscaled whole image as one more tile (Phi-3-vision,
 InternLM-XComposer2-4KHD and 2.5)."""
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from PIL import Image
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, is_low, refuse_options, resized
+from asyncllm.vl.processing.options import is_low, refuse_options
+from asyncllm.vl.processing.pictures import Pixels, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["HdProcessor", "SparingHdProcessor", "hd_length"]
+__all__ = ["HdProcessor", "XComposer25Processor", "hd_length"]
 
 WHITE = (255, 255, 255)
 
 
 def hd_length(rows: int, columns: int, side: int) -> int:
-    """Return the tokens of an image of these tiles of side * side tokens and the whole: each row of tokens has one more
-    for its end, and one stands between the two pictures."""
+    """Return the number of tokens of an image with these tiles of side * side tokens. Each row of tokens ends with a
+    newline, and a separator stands between the tiles and the whole."""
     return (rows * columns + 1) * side**2 + (rows + 1) * side + 1
 
 
 class HdProcessor(ImageProcessor):
-    """Tiles [1 + rows * columns, 3, side, side], the whole first. The longer side of the image is as many tiles as
-    leave all of them within the bound; the shorter one is padded with white on both sides."""
+    """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, then its tiles. The longer side is scaled
+    to the largest number of tiles that keeps their total within the bound, and the shorter one is padded with white on
+    both sides."""
 
     def __init__(
         self,
@@ -40,7 +43,8 @@ class HdProcessor(ImageProcessor):
         tokens: int,
         most: int,
     ) -> None:
-        """`side`: of a tile in pixels. `tokens`: along a tile's side. `most`: tiles of an image, without the whole."""
+        """`side`: the side of a tile in pixels. `tokens`: tokens along that side. `most`: maximum number of tiles of an
+        image, without the whole."""
         self.settings, self.token_id, self.placeholder, self.after = settings, token_id, placeholder, after
         self._side, self._tokens, self._most = side, tokens, most
 
@@ -61,16 +65,17 @@ class HdProcessor(ImageProcessor):
         )
 
     def _most_tiles(self, options: Mapping[str, Any]) -> int:
-        """Return how many tiles a part of a message allows. Raises InvalidParameter."""
+        """Return the maximum number of tiles for the options of an image. Raises InvalidParameter."""
         refuse_options(options)
         return self._most
 
     def _columns(self, width: int, most: int) -> int:
-        """Return how many tiles an image of this width has along its longer side, of so many at most."""
+        """Return the number of tiles, up to `most`, along the longer side of an image of this width."""
         return most
 
     def _canvas(self, image: Image.Image, most: int) -> Image.Image:
-        """Return the image in whole tiles; an upright one lies down for it, as its authors do."""
+        """Return the image, scaled and padded to whole tiles. An upright image is transposed meanwhile, as in the
+        authors' code, which decides how sizes are rounded."""
         upright = image.width < image.height
         if upright:
             image = image.transpose(Image.Transpose.TRANSPOSE)
@@ -85,8 +90,8 @@ class HdProcessor(ImageProcessor):
         return canvas.transpose(Image.Transpose.TRANSPOSE) if upright else canvas
 
     def _whole(self, numbers: Pixels) -> Pixels:
-        """numbers [3, height, width] -> [1, 3, side, side]."""
-        # Here, since a process whose model runs in another one needs no torch for text.
+        """Scale numbers [3, height, width] to [1, 3, side, side]."""
+        # Imported here, since a process whose model runs in another one needs no torch otherwise.
         import torch
         import torch.nn.functional as F
 
@@ -94,13 +99,13 @@ class HdProcessor(ImageProcessor):
         return F.interpolate(picture, (self._side, self._side), mode="bicubic").numpy()
 
 
-class SparingHdProcessor(HdProcessor):
-    """Images are not enlarged beyond whole tiles, and have fewer where a conversation has several of them."""
+class XComposer25Processor(HdProcessor):
+    """Does not enlarge images beyond whole tiles, and uses fewer tiles in a conversation of several images."""
 
     most_cut = 1
 
     def __init__(self, settings: PictureSettings, *, few: int, **rest: Any) -> None:
-        """`few`: tiles of an image that is one of several, or whose `detail` is low."""
+        """`few`: maximum number of tiles of an image that is one of several, or whose `detail` is low."""
         super().__init__(settings, **rest)
         self._few = few
 

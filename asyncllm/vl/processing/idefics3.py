@@ -1,4 +1,4 @@
-"""Tiles for Idefics3 and SmolVLM: an image scaled to whole squares, row by row, and the whole of it behind them."""
+"""Tiles for Idefics3 and SmolVLM: an image scaled to whole tiles, row by row, followed by the downscaled whole."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from PIL import Image
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import crops_of, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["SplitProcessor"]
+__all__ = ["Idefics3Processor"]
 
 LONGEST = 4096
-"""Longest side of an image, for any settings."""
+"""Maximum side of an image in pixels, regardless of the settings."""
 
 BEGIN, PLACE, WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
-class SplitProcessor(ImageProcessor):
-    """Each tile is a place in the prompt, named by its row and column."""
+class Idefics3Processor(ImageProcessor):
+    """Pixels [tiles + 1, 3, tile, tile]. Each tile has a place of its own in the prompt, after its row and column."""
 
     placeholder = BEGIN + WHOLE + PLACE + BEGIN
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:
-        """`tokens`: of a tile."""
+        """`tokens`: tokens of a tile."""
         self.settings, self.token_id, self._tokens = settings, token_id, tokens
         self._longest = min(settings.longest("size", 4 * 364), LONGEST)
         self._tile = settings.longest("max_image_size", 364)
@@ -42,11 +44,7 @@ class SplitProcessor(ImageProcessor):
             scaled = self._resized(scaled, *self._whole_tiles(scaled.width, scaled.height))
             if max(scaled.size) > tile:
                 columns, rows = scaled.width // tile, scaled.height // tile
-                tiles = [
-                    scaled.crop((column * tile, row * tile, (column + 1) * tile, (row + 1) * tile))
-                    for row in range(rows)
-                    for column in range(columns)
-                ]
+                tiles = crops_of(scaled, tile, tile)
         tiles.append(self._resized(scaled, tile, tile))
         pixels = self.settings.numbers(np.stack([np.asarray(each) for each in tiles]))
         return PromptImage(
@@ -62,7 +60,7 @@ class SplitProcessor(ImageProcessor):
         return resized(image, height, width, self.settings.resample)
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size whose longer side is as long as the settings say, the other one even."""
+        """Return the size with the longer side of the settings; the shorter side is even."""
         ratio, longest = width / height, self._longest
         if width >= height:
             short = int(longest / ratio)
@@ -71,7 +69,7 @@ class SplitProcessor(ImageProcessor):
         return max(short + short % 2, 1), longest
 
     def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size in whole tiles: the longer side rounded up, the other one after it."""
+        """Return the size in whole tiles: the longer side is rounded up, then the shorter one, scaled alike."""
         ratio, tile = width / height, self._tile
         if width >= height:
             width = math.ceil(width / tile) * tile
@@ -83,9 +81,9 @@ class SplitProcessor(ImageProcessor):
 
 
 def _text(rows: int, columns: int) -> str:
-    """Return what stands for an image of so many tiles and the whole; of the latter alone if there are none."""
+    """Return the placeholder of an image with these rows and columns of tiles, or with the whole only for (0, 0)."""
     lines = [
         "".join(f"{BEGIN}<row_{row + 1}_col_{column + 1}>{PLACE}" for column in range(columns)) + "\n"
         for row in range(rows)
     ]
-    return "".join([*lines, "\n" if lines else "", SplitProcessor.placeholder])
+    return "".join([*lines, "\n" if lines else "", Idefics3Processor.placeholder])

@@ -1,5 +1,5 @@
-"""Images in about their own size for LFM2-VL: whole squares of patches within bounds of tokens, or tiles and a small
-picture of all where there are too many (Liquid AI, 2025)."""
+"""Images in about their native size for LFM2-VL: whole squares of patches within bounds of tokens, or tiles and a
+thumbnail if there are too many (Liquid AI, 2025)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import Pixels, crops_of, cut_squares, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import MAX_TILES, tile_grid
 
-__all__ = ["SquaresProcessor"]
+__all__ = ["Lfm2VlProcessor"]
 
 PLACE = "<image>"
 BEGIN, WHOLE, END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 
 
-class SquaresProcessor(ImageProcessor):
-    """Patches [count, 3, patch * patch] of one picture after the other, in the order of the squares that become a
-    token. Each picture is a place in the prompt, a tile behind its row and column."""
+class Lfm2VlProcessor(ImageProcessor):
+    """Pixels [patches, 3, patch * patch] of all pictures, ordered by the squares of patches that become a token each.
+    Each picture has a place of its own in the prompt, a tile after its row and column."""
 
     placeholder = BEGIN + PLACE + END
 
     def __init__(self, settings: PictureSettings, *, token_id: int) -> None:
-        """Raises InvalidCheckpoint."""
+        """Raises InvalidCheckpoint for settings that contradict each other."""
         self.settings, self.token_id, fields = settings, token_id, settings.fields
         self._patch = settings.integer("encoder_patch_size", 16, maximum=1024)
         self._fold = settings.integer("downsample_factor", 2, maximum=64)
@@ -47,7 +49,7 @@ class SquaresProcessor(ImageProcessor):
 
     @property
     def _square(self) -> int:
-        """Pixels along a side of what becomes a token."""
+        """Pixels along a side of the square that becomes a token."""
         return self._patch * self._fold
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -62,12 +64,8 @@ class SquaresProcessor(ImageProcessor):
         rows, columns, pictures = 1, 1, [self._resized(loaded, height, width)]
         if self._splits and self._is_large(loaded):
             columns, rows = tile_grid(loaded.width, loaded.height, self._tile, *self._tiles)
-            canvas, step = self._resized(loaded, rows * self._tile, columns * self._tile), self._tile
-            tiles = [
-                canvas.crop((left, top, left + step, top + step))
-                for top in range(0, canvas.height, step)
-                for left in range(0, canvas.width, step)
-            ]
+            canvas = self._resized(loaded, rows * self._tile, columns * self._tile)
+            tiles = crops_of(canvas, self._tile, self._tile)
             pictures = [*tiles, *(pictures if self._whole else ())]
         squares = [(each.height // self._square, each.width // self._square) for each in pictures]
         pixels = np.concatenate([self._patches(each) for each in pictures])
@@ -84,7 +82,7 @@ class SquaresProcessor(ImageProcessor):
         )
 
     def _size(self, image: Image.Image) -> tuple[int, int]:
-        """Return the height and width in whole squares, as many as the bounds say."""
+        """Return the height and width in whole squares, within the bounds of tokens."""
         least, most = (tokens * self._square**2 for tokens in self._bounds)
         sides, area = (image.height, image.width), image.height * image.width
         height, width = (max(self._square, round(side / self._square) * self._square) for side in sides)
@@ -99,7 +97,7 @@ class SquaresProcessor(ImageProcessor):
         return height, width
 
     def _is_large(self, image: Image.Image) -> bool:
-        """Return whether one picture of it would have too many tokens."""
+        """Return whether the image as a single picture would have too many tokens."""
         height, width = (max(self._patch, round(side / self._square) * self._square) for side in image.size)
         return height * width > self._bounds[1] * self._square**2 * self._tolerance
 
@@ -107,11 +105,7 @@ class SquaresProcessor(ImageProcessor):
         return resized(image, height, width, self.settings.resample)
 
     def _patches(self, picture: Image.Image) -> Pixels:
-        patch, fold = self._patch, self._fold
-        rows, columns = picture.height // self._square, picture.width // self._square
-        cut = np.asarray(picture).reshape(rows, fold, patch, columns, fold, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
-        patches = np.ascontiguousarray(cut).reshape(-1, patch, patch, 3)
-        return self.settings.numbers(patches).reshape(-1, 3, patch * patch)
+        return self.settings.numbers(cut_squares(picture, self._patch, self._fold)).reshape(-1, 3, self._patch**2)
 
     def _text(self, rows: int, columns: int) -> str:
         if rows * columns == 1:

@@ -1,4 +1,4 @@
-"""Tiles for Llama 4: an image scaled into the canvas that suits it, padded with black, and the whole of it behind."""
+"""Tiles for Llama 4: an image scaled to the best canvas, padded with black, followed by the downscaled whole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from PIL import Image
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import Pixels, cut_tiles, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["CanvasProcessor"]
+__all__ = ["Llama4Processor"]
 
 MAX_TILES = 128
 
@@ -23,14 +25,14 @@ BEGIN, WHOLE, PLACE, END = "<|image_start|>", "<|image|>", "<|patch|>", "<|image
 NEXT_COLUMN, NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
-class CanvasProcessor(ImageProcessor):
-    """Each tile is a place in the prompt, with separators between them. Numbers are rounded to bfloat16, as the
-    published processor has them."""
+class Llama4Processor(ImageProcessor):
+    """Pixels [tiles + 1, 3, side, side], rounded to bfloat16 as by the published processor. Each tile has a place of
+    its own in the prompt, with separators between them."""
 
     placeholder = BEGIN + WHOLE + PLACE + END
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:
-        """`tokens`: of a tile."""
+        """`tokens`: tokens of a tile."""
         self.settings, self.token_id, self._tokens = settings, token_id, tokens
         self._side = settings.side("size", 336)
         self._most = settings.integer("max_patches", 16, maximum=MAX_TILES)
@@ -43,11 +45,11 @@ class CanvasProcessor(ImageProcessor):
         rows, columns = _canvas(size, side, self._most, self._largest)
         bounds = (rows * side, columns * side)
         if not self._largest:
-            # Small images are scaled up to a tile, no further.
+            # Small images are enlarged up to one tile only.
             bounds = (min(max(size[0], side), bounds[0]), min(max(size[1], side), bounds[1]))
         canvas = Image.new("RGB", (columns * side, rows * side))
         canvas.paste(resized(loaded, *_within(size, bounds), resample), (0, 0))
-        tiles = np.asarray(canvas).reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = cut_tiles(canvas, side)
         if len(tiles) > 1:
             tiles = np.concatenate([tiles, np.asarray(resized(loaded, side, side, resample))[None]])
         pixels = self._numbers(tiles)
@@ -61,7 +63,7 @@ class CanvasProcessor(ImageProcessor):
         )
 
     def _numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
-        """pictures [..., height, width, 3] -> [..., 3, height, width]."""
+        """Convert pictures [..., height, width, 3] to [..., 3, height, width]."""
         levels = _rounded(np.arange(256, dtype=np.float32) * np.float32(self.settings.scale))[:, None]
         levels = _rounded(_rounded(levels - _rounded(self.settings.mean)) / _rounded(self.settings.std))
         values = np.stack([levels[pictures[..., colour], colour] for colour in range(3)], -3)
@@ -69,14 +71,14 @@ class CanvasProcessor(ImageProcessor):
 
 
 def _rounded(values: Pixels) -> Pixels:
-    """Return the nearest numbers of bfloat16, even ones of two that are equally near."""
+    """Round to bfloat16, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).astype(np.uint32).view(np.float32)
 
 
 @lru_cache(8)
 def _canvases(most: int) -> Sequence[tuple[int, int]]:
-    """Return (rows, columns) of up to so many tiles: the largest first, those of equal ratio together."""
+    """Return the (rows, columns) with up to `most` tiles: the largest first, those of equal ratio together."""
     by_ratio: dict[float, list[tuple[int, int]]] = {}
     for count in range(most, 0, -1):
         for rows in (each for each in range(1, count + 1) if count % each == 0):
@@ -85,8 +87,8 @@ def _canvases(most: int) -> Sequence[tuple[int, int]]:
 
 
 def _canvas(size: tuple[int, int], side: int, most: int, largest: bool) -> tuple[int, int]:
-    """Return rows and columns of tiles: where the image is not shrunk and enlarged least (most, for `largest`); where
-    it must be shrunk, least. Of equal ones the smallest."""
+    """Return the rows and columns of tiles that enlarge the image least (most, for `largest`) without shrinking it, or
+    shrink it least if all do. Among equal ones the smallest is chosen."""
     height, width = np.float32(size[0]), np.float32(size[1])
     scales = {
         (rows, columns): float(min(np.float32(rows * side) / height, np.float32(columns * side) / width))
@@ -98,7 +100,7 @@ def _canvas(size: tuple[int, int], side: int, most: int, largest: bool) -> tuple
 
 
 def _within(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of an image that is scaled into bounds."""
+    """Return the height and width of an image that is scaled to fit the bounds, with its ratio kept."""
     by_height, by_width = bounds[0] / size[0], bounds[1] / size[1]
     if by_width < by_height:
         return max(min(math.floor(size[0] * by_width), bounds[0]), 1), bounds[1]
@@ -106,6 +108,6 @@ def _within(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
 
 
 def _text(rows: int, columns: int) -> str:
-    """Return what stands for an image of so many tiles and the whole; of the latter alone if there is one."""
+    """Return the placeholder of an image with these rows and columns of tiles, or with the whole only for one tile."""
     tiles = (NEXT_COLUMN.join([PLACE] * columns) + NEXT_ROW) * rows if rows * columns > 1 else ""
     return BEGIN + tiles + WHOLE + PLACE + END

@@ -1,4 +1,4 @@
-"""Images for Molmo: all of one in a square, and crops that overlap of it as large as it fits (Deitke et al., 2024)."""
+"""Images for Molmo: the whole image in a square, and overlapping crops of it (Deitke et al., 2024)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from PIL import Image
 from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import Pixels, digest_of
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["POOL", "CropGrid", "OverlappingProcessor", "crop_grid"]
+__all__ = ["POOL", "CropGrid", "MolmoProcessor", "crop_grid"]
 
 POOL = 2
 """Patches along a side of the square that becomes a token."""
@@ -24,11 +26,11 @@ Size = tuple[int, int]
 
 
 class CropGrid(NamedTuple):
-    """How crops lie in a picture. Each has `before` patches of the one in front of it along each axis, and `after` of
-    the one behind it."""
+    """The positions of crops in a picture. Along each axis, a crop overlaps the previous one by `before` patches and
+    the next one by `after` patches."""
 
     side: int
-    """Of a crop, and of the picture of the whole image, in pixels."""
+    """Side of a crop, and of the picture of the whole image, in pixels."""
     patch: int
     before: int
     after: int
@@ -39,15 +41,16 @@ class CropGrid(NamedTuple):
         return self.side // self.patch - self.before - self.after
 
     def canvas(self, tiles: Size) -> Size:
-        """Return the size in pixels of so many rows and columns of crops."""
+        """Return the size in pixels of these rows and columns of crops."""
         rows, columns = ((count * self.step + self.before + self.after) * self.patch for count in tiles)
         return rows, columns
 
     def tiles(self, size: Size, most: int) -> Size:
-        """Return rows and columns of crops, `most` at most: those that enlarge the image least, or shrink it least.
+        """Return the rows and columns of up to `most` crops: those that enlarge the image least, or shrink it least if
+        all do.
 
-        Margins are left out of both sizes, and numbers are float32's, as the authors' code has them: of what is smaller
-        than its margins the ratio is below 0."""
+        As in the authors' code, margins are subtracted from both sizes and numbers are float32, so that the ratio of an
+        image smaller than its margins is negative."""
         shapes = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
         shapes.sort(key=lambda each: (each[0] * each[1], each[0]))
         margin, step = (self.before + self.after) * self.patch, self.step * self.patch
@@ -58,13 +61,13 @@ class CropGrid(NamedTuple):
         return shapes[int(np.argmax(scales) if (scales < 1).all() else np.argmin(enlarging))]
 
     def fitted(self, size: Size, canvas: Size) -> Size:
-        """Return the size that an image is scaled to, so that it fits into a canvas."""
+        """Return the size of an image that is scaled to fit a canvas."""
         height, width = (np.float32(each) for each in size)
         scale = min(np.float32(canvas[1]) / width, np.float32(canvas[0]) / height)
         return max(1, int(height * scale)), max(1, int(width * scale))
 
     def inside(self, size: Size, tiles: Size) -> Pixels:
-        """Return the share of each patch of each crop that is the image and not padding [crops, patches]."""
+        """Return the share of each patch that is image rather than padding [crops, patches]."""
         canvas = self.canvas(tiles)
         axes = []
         for whole, scaled in zip(canvas, self.fitted(size, canvas), strict=True):
@@ -76,7 +79,7 @@ class CropGrid(NamedTuple):
         return self.cropped(shares, self.step, self.side // self.patch).reshape(tiles[0] * tiles[1], -1)
 
     def cropped(self, picture: NDArray[Any], step: int, side: int) -> Pixels:
-        """Return crops [crops, ..., side, side] of a picture [..., height, width], row by row."""
+        """Return the crops of a picture [..., height, width], row by row, [crops, ..., side, side]."""
         rows, columns = ((length - side) // step + 1 for length in picture.shape[-2:])
         corners = [(row * step, column * step) for row in range(rows) for column in range(columns)]
         return np.stack([picture[..., top : top + side, left : left + side] for top, left in corners]).astype(
@@ -84,8 +87,8 @@ class CropGrid(NamedTuple):
         )
 
     def parts(self, tiles: int) -> list[tuple[int, int]]:
-        """Return which (first, last) tokens of the crops along an axis are those of the picture; others are the next
-        crop's."""
+        """Return the (start, end) of the tokens of each crop along an axis that are used; the remaining ones repeat an
+        adjacent crop's."""
         found = []
         for number in range(tiles):
             first = 0 if number == 0 else self.before // POOL
@@ -94,13 +97,13 @@ class CropGrid(NamedTuple):
         return found
 
     def tokens(self, tiles: Size) -> Size:
-        """Return rows and columns of the tokens of so many crops."""
+        """Return the rows and columns of tokens of these rows and columns of crops."""
         rows, columns = (sum(last - first for first, last in self.parts(count)) for count in tiles)
         return rows, columns
 
 
 def crop_grid(tower: Mapping[str, Any], settings: PictureSettings) -> CropGrid:
-    """Return how the crops lie that a tower's `vision_config` and preprocessor_config.json are for. Raises
+    """Return the grid of crops for a tower's `vision_config` and preprocessor_config.json. Raises
     InvalidCheckpoint."""
     margins = settings.fields.get("overlap_margins", [4, 4])
     known = PictureSettings(tower, "config.json: vision_config")
@@ -115,13 +118,13 @@ def crop_grid(tower: Mapping[str, Any], settings: PictureSettings) -> CropGrid:
     return CropGrid(side, patch, *margins)
 
 
-class OverlappingProcessor(ImageProcessor):
-    """Crops [1 + rows * columns, 3, side, side], the whole image first. What an image does not fill is black."""
+class MolmoProcessor(ImageProcessor):
+    """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, then its crops, padded with black."""
 
     def __init__(
         self, settings: PictureSettings, *, token_id: int, placeholder: str, grid: CropGrid, most: int
     ) -> None:
-        """`most`: crops of an image, the whole not counted."""
+        """`most`: maximum number of crops of an image, without the whole."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self._grid, self._most = grid, most
 
@@ -133,15 +136,15 @@ class OverlappingProcessor(ImageProcessor):
         whole = self._placed(loaded, (grid.side, grid.side))
         crops = grid.cropped(self._placed(loaded, grid.canvas(tiles)), grid.step * grid.patch, grid.side)
         pixels = np.concatenate([whole[None], crops])
-        # The picture of the whole has a start and an end, and so have the crops; each row has an end.
+        # The whole has a start and an end token, as have the crops together, and each row has an end token.
         length = sum(rows * (columns + 1) + 2 for rows, columns in (grid.tokens((1, 1)), grid.tokens(tiles)))
         return PromptImage(
             length=length, digest=digest_of(size, tiles, pixels=pixels), pixels=pixels, size=size, tiles=tiles
         )
 
     def _placed(self, image: Image.Image, canvas: Size) -> Pixels:
-        """Return the numbers [3, height, width] of the image in the middle of a black canvas of this size. Its colours
-        are scaled as floats."""
+        """Return the numbers [3, height, width] of the image at the centre of a black canvas of this size. The image is
+        resized in float32, as by the authors."""
         height, width = self._grid.fitted((image.height, image.width), canvas)
         top, left = (canvas[0] - height) // 2, (canvas[1] - width) // 2
         numbers = np.zeros((3, *canvas), np.float32)

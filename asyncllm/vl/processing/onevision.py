@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: images as LLaVA-NeXT has them, and videos whose frames have a quarter of the tokens."""
+"""LLaVA-OneVision (Li et al., 2024): images as in LLaVA-NeXT, and videos whose frames have a quarter of the tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import numpy as np
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
 from asyncllm.vl.processing.clip import AnyresProcessor
-from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, padded_square, refuse_options, resized
-from asyncllm.vl.video_files import Recording, open_clip
+from asyncllm.vl.processing.frames import read_frames
+from asyncllm.vl.processing.options import is_low, refuse_options
+from asyncllm.vl.processing.pictures import digest_of, padded_square, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = ["OneVisionImages", "OneVisionProcessor"]
 
 FRAMES = 32
-"""Frames shown of a video file by default."""
+"""Default number of frames taken from a video file."""
 
 
 class OneVisionImages(AnyresProcessor):
-    """Each of several images is made a square by bars of the mean colour and not tiled, and has one more token behind
-    it."""
+    """In a conversation of several images each is padded to a square with the mean colour and not tiled. A newline
+    token follows each image."""
 
     most_cut = 1
 
@@ -42,39 +43,25 @@ class OneVisionImages(AnyresProcessor):
 
 
 class OneVisionProcessor(OneVisionImages):
-    """Pixels of a video are [1, frames, 3, side, side], and its tokens have one more behind them."""
+    """Also prepares videos, with pixels [1, frames, 3, side, side] and a newline token after the last frame."""
 
     def __init__(self, settings: PictureSettings, *, video_token_id: int, **given: Any) -> None:
-        """`given`: as `AnyresProcessor` takes it."""
+        """`given`: the arguments of `AnyresProcessor`."""
         super().__init__(settings, **given)
         self.video_token_id = video_token_id
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
-        """Show a list of frames as it is; of a file `fps` frames a second, or `num_frames` (32), from the beginning on.
+        """Use all frames of a list, but of a file `fps` frames per second or `num_frames` (default 32), evenly spaced
+        from the first.
 
-        Raises InvalidMessage, InvalidParameter, UnsupportedFeature as `prepare`.
+        Raises InvalidMessage, InvalidParameter, UnsupportedFeature.
         """
-        asked = asked_of(options)
-        with open_clip(video, lambda recording: _chosen(recording, asked)) as clip:
-            if clip.rate is None:
-                asked.check_list()
-            count, side = len(clip.indices), self._tile
-            check_numbers(count, side, side)
-            frames = [np.asarray(resized(frame, side, side, self.settings.resample)) for frame in clip.frames]
-        pixels = self.settings.numbers(np.stack(frames))[None]
+        frames, size = read_frames(video, options, self._tile, self.settings.resample, usual=FRAMES)
+        pixels = self.settings.numbers(frames)[None]
         return PromptImage(
-            length=count * (-(-self._patches // 2)) ** 2 + 1,
+            length=len(frames) * (-(-self._patches // 2)) ** 2 + 1,
             digest=digest_of("video", pixels=pixels),
             pixels=pixels,
-            size=(clip.height, clip.width),
+            size=size,
             text="<video>\n",
         )
-
-
-def _chosen(recording: Recording, asked: Asked) -> list[int]:
-    total = recording.total
-    count = asked.num_frames or min(FRAMES, total)
-    if asked.fps is not None:
-        count = max(int(total / recording.rate * asked.fps), 1)
-    check_taken(count, total)
-    return [int(number * (total / count)) for number in range(count)]

@@ -1,4 +1,5 @@
-"""Tiles for Ovis2, the whole of an image in front of them: as few as cover most of it with what each can show."""
+"""Tiles for Ovis2: the downscaled whole image, then as few tiles as are needed to show most of it at full
+resolution."""
 
 from __future__ import annotations
 
@@ -9,20 +10,21 @@ import numpy as np
 
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, resized
+from asyncllm.vl.processing.pictures import cut_tiles, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import TileProcessor, tile_shapes
 
-__all__ = ["CoveringProcessor"]
+__all__ = ["Ovis2Processor"]
 
 ENOUGH = 0.9
-"""Share of an image that its tiles show."""
+"""Share of an image's area that tiles must show at full resolution."""
 
 
-class CoveringProcessor(TileProcessor):
-    """Squares of the tower's size, the whole image first and then its tiles row by row, or the whole alone."""
+class Ovis2Processor(TileProcessor):
+    """Pixels [1 + rows * columns, 3, side, side]: the whole image, then its tiles row by row; or the whole only."""
 
     def __init__(self, settings: PictureSettings, *, covering: bool, **rest: Any) -> None:
-        """`covering`: whether tiles are chosen by what they show, and not by their ratio."""
+        """`covering`: whether the grid is chosen by the area that its tiles show, rather than by its ratio."""
         super().__init__(settings, **rest)
         self._covering = covering
 
@@ -32,22 +34,20 @@ class CoveringProcessor(TileProcessor):
         columns, rows = self._grid(loaded.width, loaded.height, most) if most > 1 else (1, 1)
         tiles = np.asarray(resized(loaded, side, side, resample))[None]
         if rows * columns > 1:
-            canvas = np.asarray(resized(loaded, rows * side, columns * side, resample))
-            cut = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
-            tiles = np.concatenate([tiles, cut])
-        # A token begins, another one follows the whole, others stand between tiles, and one ends.
+            tiles = np.concatenate([tiles, cut_tiles(resized(loaded, rows * side, columns * side, resample), side)])
+        # Mark tokens: one at the start, one after the whole, one between tiles, and one at the end.
         marks = 2 + (rows * columns if len(tiles) > 1 else 1)
         return PromptImage(
             length=len(tiles) * self._tokens + marks,
-            digest=digest_of(rows, columns, pixels=np.ascontiguousarray(tiles)),
+            digest=digest_of(rows, columns, pixels=tiles),
             pixels=self.settings.numbers(tiles),
             size=(loaded.height, loaded.width),
             tiles=(rows, columns),
         )
 
     def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
-        """Return columns and rows. Where they are chosen by what they show, transformers takes rows for columns, and
-        so does this."""
+        """Return columns and rows. If the grid is chosen by area, transformers takes rows for columns, which is
+        reproduced here."""
         if not self._covering:
             return super()._grid(width, height, most)
         shown = [(shape, _shown(width, height, shape, self._side)) for shape in tile_shapes(1, most)]
@@ -58,8 +58,8 @@ class CoveringProcessor(TileProcessor):
 
 
 def _shown(width: int, height: int, shape: tuple[int, int], side: int) -> float:
-    """Return which share of an image so many rows and columns of tiles show, each as much as fits into a square of
-    this side."""
+    """Return the share of an image's area that these rows and columns of tiles show at full resolution; a tile larger
+    than a square of this side is downscaled to fit it."""
     rows, columns = shape
     area = 0.0
     for row in range(rows):

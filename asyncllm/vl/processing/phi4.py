@@ -1,5 +1,5 @@
-"""Images in tiles as they are, or as many as there may be, for Phi-4-multimodal: what an image does not fill is white
-and not seen."""
+"""Tiles for Phi-4-multimodal: the image at about its native size, or at the maximum number of tiles; white padding is
+masked."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from PIL import Image
 from asyncllm.errors import InvalidMessage
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.hd import WHITE, HdProcessor
-from asyncllm.vl.processing.settings import PictureSettings, resized
+from asyncllm.vl.processing.pictures import resized
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.processing.tiles import tile_grid
 
-__all__ = ["PlainHdProcessor"]
+__all__ = ["Phi4Processor"]
 
 LEAST = 10
-"""Pixels along a side."""
+"""Minimum number of pixels along a side of a scaled image."""
 
 
-class PlainHdProcessor(HdProcessor):
-    """Tiles [1 + rows * columns, 3, side, side], the whole first. An image lies in the upper left corner of them."""
+class Phi4Processor(HdProcessor):
+    """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, then its tiles, whose upper left corner
+    the image fills."""
 
     adapter_name = "vision"
 
     def __init__(self, settings: PictureSettings, *, patch: int, **rest: Any) -> None:
-        """`patch`: its side in pixels."""
+        """`patch`: the side of a patch in pixels."""
         super().__init__(settings, **rest)
         self._patch = patch
 
@@ -36,12 +38,12 @@ class PlainHdProcessor(HdProcessor):
         tiled = super().prepare(image, options)
         canvas = (tiled.tiles[0] * self._side, tiled.tiles[1] * self._side)
         scaled = _fitted(tiled.size, canvas)
-        # A patch with any of the image counts.
+        # A patch counts as image if any of its pixels does.
         rows, columns = (
             (whole - (whole - own) // self._patch * self._patch) // self._patch
             for whole, own in zip(canvas, scaled, strict=True)
         )
-        # A square of patches is a token; rows of them have an end, and a separator comes before the picture of all.
+        # A square of patches is a token, each row of tokens ends with a newline, and a separator precedes the whole.
         down, across = -(-rows // 2), -(-columns // 2)
         length = down * (across + 1) + 1 + self._tokens * (self._tokens + 1)
         digest = tiled.digest + b"%d,%d" % (rows, columns)
@@ -64,6 +66,6 @@ class PlainHdProcessor(HdProcessor):
 
 
 def _fitted(size: tuple[int, int], canvas: tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width that an image of this size is scaled to, so that it fills one side of a canvas."""
+    """Return the height and width of an image that is scaled to fit a canvas, with its ratio kept."""
     down, across = canvas[0] / size[0], canvas[1] / size[1]
     return (int(size[0] * across), canvas[1]) if across < down else (canvas[0], int(size[1] * down))

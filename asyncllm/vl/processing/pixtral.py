@@ -1,5 +1,5 @@
-"""Pictures for Pixtral, Mistral 3 and LightOnOCR: scaled down to a longest side, and up to whole patches. Rows of the
-former two end in a token."""
+"""Pictures for Pixtral, Mistral 3 and LightOnOCR: downscaled to a maximum side, then scaled to whole patches. Each row
+of the first two ends with a token."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import numpy as np
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["RowsProcessor"]
+__all__ = ["PixtralProcessor"]
 
 
-class RowsProcessor(ImageProcessor):
-    """One picture [1, 3, height, width]. Each row of tokens is a place of its own in the prompt, if they end in one."""
+class PixtralProcessor(ImageProcessor):
+    """Pixels [1, 3, height, width]. Each row of tokens has a place of its own in the prompt if rows end with a
+    token."""
 
     def __init__(
         self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, placeholder: str = "[IMG]"
     ) -> None:
-        """`merge`: patches along a side of the square that becomes a token. A `placeholder` other than [IMG] stands for
-        all rows."""
+        """`patch`: the side of a patch in pixels. `merge`: patches along a side of the square that becomes a token. A
+        `placeholder` other than [IMG] stands for all rows together."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self._merge, self._step = merge, patch * merge
         self._most = settings.longest("size", 1024)

@@ -1,4 +1,5 @@
-"""Images of any size for Qwen's towers: scaled to whole squares of patches, within bounds of pixels."""
+"""Images of any size for Qwen's towers (Wang et al., 2024): scaled to whole squares of patches, within bounds of
+pixels."""
 
 from __future__ import annotations
 
@@ -7,22 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, short
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import cut_squares, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["DynamicProcessor", "FlatProcessor", "FramesProcessor", "ScaledUpProcessor", "whole_squares"]
+__all__ = ["FlatProcessor", "Glm4vProcessor", "PaddleOcrVlProcessor", "QwenProcessor", "whole_squares"]
 
 MAX_RATIO = 200
 
 
 def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
-    """Return the size nearest to an image's that is a multiple of `factor` and within the bounds.
+    """Return the height and width nearest to an image's that are multiples of `factor` and within the bounds.
 
-    Raises InvalidMessage for an image that is more than 200 times as long as wide.
+    Raises InvalidMessage if the image is more than 200 times as long as wide.
     """
     if max(height, width) > MAX_RATIO * min(height, width):
         raise InvalidMessage(
@@ -39,8 +41,8 @@ def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_p
     return rows, columns
 
 
-class DynamicProcessor(ImageProcessor):
-    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+class QwenProcessor(ImageProcessor):
+    """Pixels [patches, 3, patch * patch], ordered by the squares of patches that become a token each."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
@@ -57,10 +59,8 @@ class DynamicProcessor(ImageProcessor):
         loaded = load_image(image)
         patch, merge = self.patch, self.merge
         height, width = self._size(loaded.height, loaded.width, least, most)
-        picture = np.asarray(resized(loaded, height, width, self.settings.resample))
+        patches = cut_squares(resized(loaded, height, width, self.settings.resample), patch, merge)
         rows, columns = height // patch // merge, width // patch // merge
-        cut = picture.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
-        patches = np.ascontiguousarray(cut).reshape(-1, patch, patch, 3)
         return PromptImage(
             length=rows * columns,
             digest=digest_of(rows, columns, pixels=patches),
@@ -70,18 +70,18 @@ class DynamicProcessor(ImageProcessor):
         )
 
     def bounds(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the least and the most pixels. Raises InvalidParameter."""
+        """Return the minimum and maximum number of pixels for the options of an image. Raises InvalidParameter."""
         return (
             self._bound(options, "min_pixels", self._min_pixels),
             self._bound(options, "max_pixels", self._max_pixels),
         )
 
     def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the height and width that an image is scaled to, within these bounds of pixels."""
+        """Return the height and width to which an image is scaled, within these bounds of pixels."""
         return whole_squares(height, width, self.patch * self.merge, least, most)
 
     def _bound(self, options: Mapping[str, Any], name: str, usual: int) -> int:
-        """Return a bound that a part of a message may narrow. Raises InvalidParameter."""
+        """Return a bound, which an image's options may narrow. Raises InvalidParameter."""
         value = options.get(name, usual)
         if type(value) is not int or not self._min_pixels <= value <= self._max_pixels:
             raise InvalidParameter(
@@ -92,8 +92,9 @@ class DynamicProcessor(ImageProcessor):
         return value
 
 
-class FlatProcessor(DynamicProcessor):
-    """The decoder counts an image's tokens one after the other, without rows and columns (EXAONE 4.5, dots.ocr)."""
+class FlatProcessor(QwenProcessor):
+    """For decoders that give an image's tokens consecutive positions, without rows and columns (EXAONE 4.5,
+    dots.ocr)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         squares = super().prepare(image, options)
@@ -102,9 +103,9 @@ class FlatProcessor(DynamicProcessor):
         return msgspec.structs.replace(squares, grid=None, pictures=((rows * self.merge, columns * self.merge),))
 
 
-class FramesProcessor(DynamicProcessor):
-    """Bounds of pixels count an image as the equal frames that the tower sees, and a small one is first scaled up to a
-    square of patches (GLM-4.1V)."""
+class Glm4vProcessor(QwenProcessor):
+    """Bounds of pixels apply to all of the equal frames as which the tower receives an image, and a small image is
+    first enlarged to a square of patches (GLM-4.1V)."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str) -> None:
         super().__init__(settings, token_id=token_id, placeholder=placeholder)
@@ -117,8 +118,8 @@ class FramesProcessor(DynamicProcessor):
         return whole_squares(height, width, factor, least / self._frames, most / self._frames)
 
 
-class ScaledUpProcessor(DynamicProcessor):
-    """A small image is first scaled up, to a square of patches along each side (PaddleOCR-VL)."""
+class PaddleOcrVlProcessor(QwenProcessor):
+    """A small image is first enlarged to a square of patches along each side (PaddleOCR-VL)."""
 
     def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         factor = self.patch * self.merge

@@ -1,38 +1,26 @@
-"""Settings of preprocessor_config.json (sizes, resampling, means), and images as the numbers that a tower reads."""
+"""Settings of preprocessor_config.json (sizes, resampling, means), and the conversion of pictures to numbers."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel, short
-from asyncllm.vl.loading import MAX_IMAGE_PIXELS
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.vl.processing.pictures import Pixels
 
-__all__ = [
-    "PictureSettings",
-    "Pixels",
-    "canvas_of",
-    "digest_of",
-    "is_low",
-    "padded_square",
-    "refuse_options",
-    "resized",
-]
-
-Pixels = NDArray[np.float32]
+__all__ = ["PictureSettings"]
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class PictureSettings:
-    """The conversion of pictures to numbers: (bytes * `scale` - mean) / deviation, for each colour."""
+    """Typed access to the settings of a preprocessor_config.json, and the conversion of pictures to numbers:
+    (byte * `scale` - mean) / std, for each colour."""
 
     def __init__(
         self,
@@ -43,7 +31,8 @@ class PictureSettings:
         std: tuple[float, ...] = CLIP_STD,
         resample: Image.Resampling = Image.Resampling.BICUBIC,
     ) -> None:
-        """`mean`, `std` and `resample` are the defaults of the file. Raises InvalidCheckpoint, UnsupportedModel."""
+        """`where`: the file's path, for errors. `mean`, `std` and `resample` are the defaults for absent entries.
+        Raises InvalidCheckpoint, UnsupportedModel."""
         self.fields, self.where = fields, where
         if self._given("do_resize", True) is not True:
             raise UnsupportedModel(
@@ -64,7 +53,7 @@ class PictureSettings:
             self.mean, self.std = np.zeros_like(self.mean), np.ones_like(self.std)
 
     def _flag(self, key: str) -> bool:
-        """Return a flag that is on unless the file says otherwise."""
+        """Return a flag that is on by default. Raises InvalidCheckpoint."""
         value = self._given(key, True)
         if type(value) is not bool:
             self._refuse(key, "where true or false belongs")
@@ -79,7 +68,7 @@ class PictureSettings:
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """The mean colour as bytes, of bars beside an image, also where it is not taken off."""
+        """The mean colour as bytes, for padding; set even if `do_normalize` is off."""
         red, green, blue = (int(each * 255) for each in self._colour)
         return red, green, blue
 
@@ -91,7 +80,8 @@ class PictureSettings:
         return int(value)
 
     def longest(self, key: str, default: int) -> int:
-        """Return the length of an image's longer side: `longest_edge` of an object."""
+        """Return the length of an image's longer side: a number, or `longest_edge` of an object. Raises
+        InvalidCheckpoint."""
         value = self._given(key, default)
         value = value.get("longest_edge") if isinstance(value, dict) else value
         if type(value) is not int or not 1 <= value <= 2**14:
@@ -106,7 +96,8 @@ class PictureSettings:
         return float(value)
 
     def side(self, key: str, default: int) -> int:
-        """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`."""
+        """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`.
+        Raises InvalidCheckpoint."""
         value = self._given(key, default)
         if isinstance(value, dict):
             sides = {value[name] for name in ("shortest_edge", "height", "width") if value.get(name) is not None}
@@ -116,10 +107,10 @@ class PictureSettings:
         return int(value)
 
     def numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
-        """pictures [..., height, width, 3] -> [..., 3, height, width]."""
+        """Convert pictures [..., height, width, 3] uint8 to [..., 3, height, width] float32."""
         *leading, height, width, colours = pictures.shape
         values = np.empty((*leading, colours, height, width), np.float32)
-        # Colour by colour, as numpy is slow where the last axis is short.
+        # Colour by colour, since numpy is slow along a short last axis.
         for colour in range(colours):
             plane = values[..., colour, :, :]
             np.multiply(pictures[..., colour], np.float32(self.scale), out=plane)
@@ -128,67 +119,8 @@ class PictureSettings:
         return values
 
     def _given(self, key: str, default: Any) -> Any:
-        """Return an entry; null is what absent is."""
+        """Return an entry, or the default if it is absent or null."""
         return default if self.fields.get(key) is None else self.fields[key]
 
     def _refuse(self, key: str, what: str) -> NoReturn:
         raise InvalidCheckpoint(f"{self.where}: {key} = {short(self.fields.get(key))}, {what}. Correct the file.")
-
-
-def resized(image: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
-    """Return the image in this size. Raises InvalidMessage for one of too many pixels."""
-    _check_pixels(width, height)
-    return image if image.size == (width, height) else image.resize((width, height), resample)
-
-
-def canvas_of(width: int, height: int) -> Image.Image:
-    """Return a black picture, for an image to be pasted into. Raises InvalidMessage as `resized`."""
-    _check_pixels(width, height)
-    return Image.new("RGB", (width, height))
-
-
-def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """Return the image in the middle of a square, with bars of a colour. It is made smaller if the square would have
-    more pixels than an image may have."""
-    longest = math.isqrt(MAX_IMAGE_PIXELS)
-    if max(image.size) > longest:
-        image = ImageOps.contain(image, (longest, longest), Image.Resampling.BOX)
-    side = max(image.size)
-    canvas = Image.new("RGB", (side, side), colour)
-    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return canvas
-
-
-def _check_pixels(width: int, height: int) -> None:
-    """Raise InvalidMessage for a narrow image that would become too large when scaled."""
-    if width * height > MAX_IMAGE_PIXELS:
-        raise InvalidMessage(
-            f"The image is so long that this model's preparation makes {width} x {height} pixels of it. Cut it into "
-            f"several."
-        )
-
-
-def digest_of(*parts: object, pixels: NDArray[Any]) -> bytes:
-    """Return the name of what a tower is shown: by its numbers, or by the bytes that these are made of."""
-    digest = hashlib.sha256(repr((parts, pixels.shape)).encode())
-    digest.update(pixels.data)
-    return digest.digest()
-
-
-def is_low(options: Mapping[str, Any]) -> bool:
-    """Return whether `detail` asks for a single tile. Raises InvalidParameter for an unknown detail."""
-    detail = options.get("detail", "auto")
-    if detail not in ("auto", "low", "high"):
-        raise InvalidParameter(f"detail={short(detail)} is none of 'auto', 'low' and 'high'.", "messages")
-    return bool(detail == "low")
-
-
-def refuse_options(options: Mapping[str, Any], *known: str, one_picture: bool = False) -> None:
-    """Raise InvalidParameter for options of an image that the family does not have. Every family takes the `detail`s
-    "auto" and "high", as one without a choice shows all that it can, and "low" where that is one picture."""
-    details = ("auto", "high", "low") if one_picture else ("auto", "high")
-    for name, value in options.items():
-        if name not in known and not (name == "detail" and value in details):
-            raise InvalidParameter(
-                f"{name}={short(value)}: this model's images have no such choice. Leave it out.", "messages"
-            )

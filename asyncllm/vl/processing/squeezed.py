@@ -1,4 +1,4 @@
-"""Images squeezed into a square (Qwen-VL, InternLM-XComposer2), whose tokens may share a position (GLM-4V, CogVLM)."""
+"""Images stretched to a square (Qwen-VL, InternLM-XComposer2), whose tokens may share a position (GLM-4V, CogVLM)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import numpy as np
 
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = ["SqueezedProcessor"]
 
 
 class SqueezedProcessor(ImageProcessor):
-    """One picture [1, 3, side, side]; ratios are not kept."""
+    """Pixels [1, 3, side, side]; the image's ratio is not kept."""
 
     def __init__(
         self,
@@ -27,7 +29,8 @@ class SqueezedProcessor(ImageProcessor):
         side: int,
         shared: bool = False,
     ) -> None:
-        """`length`: tokens of an image. `side`: of the tower's pictures in pixels. `shared`: as of a PromptImage."""
+        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels. `shared`: as in
+        PromptImage."""
         self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
         self._side, self._shared = side, shared
 

@@ -1,4 +1,5 @@
-"""Tiles of an image in the shape nearest to its own, and the whole of it behind them (InternVL)."""
+"""Tiles of an image in the grid nearest to its ratio, followed by the downscaled whole (InternVL: Chen et al.,
+2024)."""
 
 from __future__ import annotations
 
@@ -12,34 +13,35 @@ import numpy as np
 from asyncllm.errors import InvalidParameter, short
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.sampling import Asked, asked_of, check_numbers, check_taken
-from asyncllm.vl.processing.settings import PictureSettings, digest_of, is_low, refuse_options, resized
-from asyncllm.vl.video_files import Recording, open_clip
+from asyncllm.vl.processing.frames import read_frames
+from asyncllm.vl.processing.options import is_low, refuse_options
+from asyncllm.vl.processing.pictures import cut_tiles, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
 __all__ = [
-    "BrokenTileProcessor",
-    "NamedTileProcessor",
+    "AyaVisionProcessor",
+    "Cohere2VisionProcessor",
+    "InternVlProcessor",
     "TileProcessor",
-    "TileVideoProcessor",
     "tile_grid",
     "tile_shapes",
 ]
 
 MAX_TILES = 128
 FRAMES = 8
-"""Frames shown of a video file by default."""
+"""Default number of frames taken from a video file."""
 
 
 @lru_cache(8)
 def tile_shapes(least: int, most: int) -> Sequence[tuple[int, int]]:
-    """Return (columns, rows) of so many tiles, the smallest first."""
+    """Return the (columns, rows) of all grids with `least` to `most` tiles, the smallest first."""
     shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return sorted((each for each in shapes if each[0] * each[1] >= least), key=lambda each: each[0] * each[1])
 
 
 def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """Return columns and rows: the ratio nearest to the image's, and of equal ones the largest that is not more than
-    twice the image."""
+    """Return the columns and rows whose ratio is nearest to the image's. Among equal ratios, a larger grid is chosen
+    only if the image fills more than half of its area."""
     best, nearest = (1, 1), float("inf")
     for columns, rows in tile_shapes(least, most):
         away = abs(width / height - columns / rows)
@@ -49,8 +51,8 @@ def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tupl
 
 
 def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
-    """Return columns and rows: the smallest in which an image fits as large as it is, or the ones that shrink it
-    least."""
+    """Return the columns and rows of the smallest grid that fits the image without shrinking it, or of the one that
+    shrinks it least."""
 
     def scale(shape: tuple[int, int]) -> float:
         return min(shape[0] * tile / width, shape[1] * tile / height)
@@ -61,7 +63,7 @@ def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]
 
 
 class TileProcessor(ImageProcessor):
-    """Squares of the tower's size, row by row; behind several the whole image in one."""
+    """Pixels [tiles, 3, side, side]: the tiles row by row; if there are several, the downscaled whole image follows."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class TileProcessor(ImageProcessor):
         most: int,
         thumbnail: bool = True,
     ) -> None:
-        """`tokens`: of a tile. `least` and `most`: tiles of an image, the whole not counted."""
+        """`side`: the side of a tile in pixels. `tokens`: tokens of a tile. `least` and `most`: minimum and maximum
+        number of tiles of an image, without the whole. `thumbnail`: whether the whole follows."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self.before, self.after = before, after
         self._side, self._tokens, self._least, self._most, self._thumbnail = side, tokens, least, most, thumbnail
@@ -87,23 +90,22 @@ class TileProcessor(ImageProcessor):
         loaded = load_image(image)
         side, resample = self._side, self.settings.resample
         columns, rows = self._grid(loaded.width, loaded.height, most)
-        canvas = np.asarray(resized(loaded, rows * side, columns * side, resample))
-        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = cut_tiles(resized(loaded, rows * side, columns * side, resample), side)
         if self._thumbnail and len(tiles) > 1:
             tiles = np.concatenate([tiles, np.asarray(resized(loaded, side, side, resample))[None]])
         return PromptImage(
             length=len(tiles) * self._tokens,
-            digest=digest_of(pixels=np.ascontiguousarray(tiles)),
+            digest=digest_of(pixels=tiles),
             pixels=self.settings.numbers(tiles),
             size=(loaded.height, loaded.width),
         )
 
     def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
-        """Return columns and rows of an image of this size, so many tiles at most."""
+        """Return the columns and rows of an image of this size, with `most` tiles at most."""
         return tile_grid(width, height, self._side, min(self._least, most), most)
 
     def _most_tiles(self, options: Mapping[str, Any]) -> int:
-        """Return how many tiles a part of a message allows. Raises InvalidParameter."""
+        """Return the maximum number of tiles for the options of an image. Raises InvalidParameter."""
         refuse_options(options, "max_dynamic_patch", "detail")
         low, most = is_low(options), options.get("max_dynamic_patch", self._most)
         if type(most) is not int or not 1 <= most <= MAX_TILES:
@@ -111,8 +113,8 @@ class TileProcessor(ImageProcessor):
         return 1 if low else most
 
 
-class NamedTileProcessor(TileProcessor):
-    """Each tile is a place in the prompt, behind its name (Aya Vision)."""
+class AyaVisionProcessor(TileProcessor):
+    """Each tile has a place of its own in the prompt, after its name (Aya Vision)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         tiled = super().prepare(image, options)
@@ -122,8 +124,8 @@ class NamedTileProcessor(TileProcessor):
         return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
 
 
-class BrokenTileProcessor(TileProcessor):
-    """Each tile is a place in the prompt, with a line break behind it (Command A Vision)."""
+class Cohere2VisionProcessor(TileProcessor):
+    """Each tile has a place of its own in the prompt, followed by a line break (Command A Vision)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         tiled = super().prepare(image, options)
@@ -136,42 +138,28 @@ class BrokenTileProcessor(TileProcessor):
         return roomy_grid(width, height, self._side, most)
 
 
-class TileVideoProcessor(TileProcessor):
-    """Each frame of a video is one tile behind its number."""
+class InternVlProcessor(TileProcessor):
+    """Also prepares videos: each frame is one tile, after its number."""
 
     @property
     def video_token_id(self) -> int:
         return self.token_id
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
-        """Show a list of frames as it is; of a file `fps` frames a second, or `num_frames`, which are 8 if neither is
-        said, each from the middle of its part of the time.
+        """Use all frames of a list, but of a file `fps` frames per second or `num_frames` (default 8), each from the
+        middle of an equal part of the duration.
 
-        Raises InvalidMessage, InvalidParameter, UnsupportedFeature as `prepare`.
+        Raises InvalidMessage, InvalidParameter, UnsupportedFeature.
         """
-        asked = asked_of(options)
-        with open_clip(video, lambda recording: _chosen(recording, asked)) as clip:
-            if clip.rate is None:
-                asked.check_list()
-            count, side = len(clip.indices), self._side
-            check_numbers(count, side, side)
-            frames = [np.asarray(resized(frame, side, side, self.settings.resample)) for frame in clip.frames]
-        pixels = self.settings.numbers(np.stack(frames))
+        # Each frame is from the middle of its part of the duration.
+        frames, size = read_frames(video, options, self._side, self.settings.resample, usual=FRAMES, offset=0.5)
+        pixels, count = self.settings.numbers(frames), len(frames)
         return PromptImage(
             length=count * self._tokens,
             digest=digest_of("video", pixels=pixels),
             pixels=pixels,
-            size=(clip.height, clip.width),
+            size=size,
             slots=(self._tokens,) * count,
             apart=True,
             text="".join(f"Frame{number}: {self.placeholder}" for number in range(1, count + 1)),
         )
-
-
-def _chosen(recording: Recording, asked: Asked) -> list[int]:
-    total = recording.total
-    count = asked.num_frames or min(FRAMES, total)
-    if asked.fps is not None:
-        count = max(int(total / recording.rate * asked.fps), 1)
-    check_taken(count, total)
-    return [int((number + 0.5) * (total / count)) for number in range(count)]

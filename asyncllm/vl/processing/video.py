@@ -1,4 +1,5 @@
-"""Videos for the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: frames of one size, some of which become a step."""
+"""Videos for the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: frames of one size, several of which form a step in
+time."""
 
 from __future__ import annotations
 
@@ -9,23 +10,24 @@ from typing import Any
 import numpy as np
 
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.processing.qwen import DynamicProcessor, whole_squares
-from asyncllm.vl.processing.sampling import MAX_FRAMES, asked_of, check_numbers, check_taken
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, resized
+from asyncllm.vl.processing.frames import MAX_FRAMES, check_frame_count, check_frame_sizes, frame_options
+from asyncllm.vl.processing.pictures import Pixels, digest_of, resized
+from asyncllm.vl.processing.qwen import QwenProcessor, whole_squares
+from asyncllm.vl.processing.settings import PictureSettings
 from asyncllm.vl.video_files import Clip, Recording, open_clip
 
 __all__ = ["Qwen3VideoProcessor", "QwenVideoProcessor"]
 
 FRAMES_PER_SECOND = 2.0
-"""Frames per second: of a list of frames without a rate, and shown of a file by default."""
+"""Default frames per second: the rate of a list of frames, and the number taken from a file."""
 LEAST_FRAMES = 4
-"""Fewest frames shown of a file that has them."""
+"""Minimum number of frames taken from a file that has them."""
 MAX_TOKENS = 115_200
-"""Squares of patches of all frames of a video beyond which frames are made smaller."""
+"""Number of squares of patches of a whole video above which its frames are downscaled."""
 
 
-class QwenVideoProcessor(DynamicProcessor):
-    """Images as ever, and videos. Patches of a video [count, 3, frames, patch * patch] go through several frames."""
+class QwenVideoProcessor(QwenProcessor):
+    """Also prepares videos, with pixels [patches, 3, frames, patch * patch]: a patch spans several frames."""
 
     def __init__(
         self,
@@ -38,32 +40,32 @@ class QwenVideoProcessor(DynamicProcessor):
         video_placeholder: str,
         tokens_per_second: float | None,
     ) -> None:
-        """`video_settings`: of videos, which may have bounds of their own. `tokens_per_second`: positions along time;
-        None: a step is one."""
+        """`video_settings`: the settings of videos, whose bounds may differ. `tokens_per_second`: positions per second,
+        or None for one position per step."""
         super().__init__(settings, token_id=token_id, placeholder=placeholder)
         self.video_token_id = video_token_id
-        self._video = DynamicProcessor(video_settings, token_id=video_token_id, placeholder=video_placeholder)
+        self._video = QwenProcessor(video_settings, token_id=video_token_id, placeholder=video_placeholder)
         self._frames = video_settings.integer("temporal_patch_size", 2, maximum=64)
         self._tokens_per_second = tokens_per_second
 
     def prepare_video(self, video: Any, options: Mapping[str, Any]) -> PromptImage:
-        """Show a list of frames as it is, whose `fps` says how far apart they are; of a file `fps` frames a second, or
-        `num_frames`. The last frame is repeated to a whole step.
+        """Use all frames of a list, whose rate is `fps`, but of a file `fps` frames per second or `num_frames`. The
+        last frame is repeated to complete a step.
 
-        Raises InvalidMessage, InvalidParameter, UnsupportedFeature as `prepare`.
+        Raises InvalidMessage, InvalidParameter, UnsupportedFeature.
         """
-        asked = asked_of(options, "min_pixels", "max_pixels")
+        wanted = frame_options(options, "min_pixels", "max_pixels")
         least, most = self._video.bounds(options)
-        with open_clip(video, lambda recording: self._chosen(recording, asked.fps, asked.num_frames)) as clip:
+        with open_clip(video, lambda recording: self._chosen(recording, wanted.fps, wanted.num_frames)) as clip:
             if clip.rate is None:
-                asked.check_list()
+                wanted.check_list()
             count = len(clip.indices) + -len(clip.indices) % self._frames
             height, width = self._shown_size(count, clip.height, clip.width, least, most)
-            check_numbers(count, height, width)
+            check_frame_sizes(count, height, width)
             pixels = self._cut(clip, count, height, width)
         factor = self._video.patch * self._video.merge
         grid = height // factor, width // factor
-        rate = asked.fps or FRAMES_PER_SECOND
+        rate = wanted.fps or FRAMES_PER_SECOND
         if clip.rate is None:
             seconds = [index / rate for index in clip.indices]
         else:
@@ -72,7 +74,7 @@ class QwenVideoProcessor(DynamicProcessor):
         return self._image(pixels, grid, (clip.height, clip.width), seconds, rate)
 
     def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
-        """Return the frames of a recording to show. Raises InvalidParameter."""
+        """Return the indices of the frames to take from a recording. Raises InvalidParameter."""
         step, total = self._frames, recording.total
         if num_frames is None:
             whole = max(min(MAX_FRAMES, total) // step * step, 1)
@@ -80,11 +82,11 @@ class QwenVideoProcessor(DynamicProcessor):
             count = max(math.floor(min(max(wanted, LEAST_FRAMES), whole) / step) * step, 1)
         else:
             count = max(round(num_frames / step) * step, 1)
-        check_taken(count, total)
+        check_frame_count(count, total)
         return [int(number * (total / count)) for number in range(count)]
 
     def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the height and width of the shown frames."""
+        """Return the height and width to which `count` frames are scaled."""
         factor = self._video.patch * self._video.merge
         share = MAX_TOKENS * factor**2 * self._frames // count
         return whole_squares(height, width, factor, least, max(min(most, share), int(least * 1.05)))
@@ -97,8 +99,8 @@ class QwenVideoProcessor(DynamicProcessor):
         seconds: Sequence[float],
         rate: float,
     ) -> PromptImage:
-        """Return the video of these patches. `size`: height and width before; `seconds`: when each frame is; `rate`:
-        shown frames a second."""
+        """Return the prepared video. `grid`: rows and columns of squares. `size`: height and width before scaling.
+        `seconds`: the time of each frame. `rate`: frames per second."""
         rows, columns = grid
         steps = len(pixels) // (rows * columns * self._video.merge**2)
         interval = 1.0 if self._tokens_per_second is None else self._tokens_per_second * self._frames / rate
@@ -114,7 +116,7 @@ class QwenVideoProcessor(DynamicProcessor):
         )
 
     def _cut(self, clip: Clip, count: int, height: int, width: int) -> Pixels:
-        """Return the patches of a clip of so many frames of this size, the last one repeated."""
+        """Return the patches of a clip, scaled to this size, with the last frame repeated up to `count` frames."""
         settings, patch, merge, depth = self._video.settings, self._video.patch, self._video.merge, self._frames
         rows, columns = height // patch // merge, width // patch // merge
         pixels = np.empty((count // depth, rows * columns * merge**2, 3, depth, patch**2), np.float32)
@@ -128,14 +130,15 @@ class QwenVideoProcessor(DynamicProcessor):
 
 
 class Qwen3VideoProcessor(QwenVideoProcessor):
-    """Each step is a place of its own behind the second when it is, and bounds of pixels are those of all frames."""
+    """Each step has a place of its own in the prompt, after its time in seconds, and bounds of pixels apply to all
+    frames together."""
 
     def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
         total = recording.total
         if num_frames is None:
             wanted = int(total / recording.rate * (fps or FRAMES_PER_SECOND))
             num_frames = min(max(wanted, LEAST_FRAMES), MAX_FRAMES, total)
-        check_taken(num_frames, total)
+        check_frame_count(num_frames, total)
         return [int(each) for each in np.linspace(0, total - 1, num_frames).round()]
 
     def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:

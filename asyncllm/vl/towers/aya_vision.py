@@ -1,5 +1,5 @@
-"""The tower of Aya Vision (Dash et al., 2025) and Command A Vision: SigLIP over tiles, squares of patches as one token,
-and a gated MLP, with a norm in front of it in the former."""
+"""The tower of Aya Vision (Dash et al., 2025) and Command A Vision: SigLIP over tiles, squares of patches folded into
+one token each, and a gated MLP, which Aya Vision precedes with a norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.tower import CapturableTower, TowerConfig, TowerInputs
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Dense, fold_squares
 from asyncllm.vl.towers.uploads import upload_pixels
@@ -19,16 +19,16 @@ __all__ = ["AyaVisionConfig", "AyaVisionTower"]
 
 
 class AyaVisionConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and a projector."""
+    """An encoder and a projector."""
 
     encoder: ClipConfig
     read_layers: int
-    """After how many layers the hidden states are read."""
+    """Number of layers whose output is read."""
     fold: int
     """Patches along a side of the square that becomes a token."""
     projector_size: int
     eps: float | None
-    """Of the norm; None for none."""
+    """Epsilon of the norm, or None without one."""
 
     def build(self, hidden_size: int) -> AyaVisionTower:
         return AyaVisionTower(self, hidden_size)
@@ -49,7 +49,7 @@ class AyaVisionConfig(TowerConfig, frozen=True, kw_only=True):
         return [f"{source}.{name}" for source in ("vision_tower", "vision_tower.vision_model") for name in names]
 
 
-class AyaVisionTower(PlannedTower):
+class AyaVisionTower(CapturableTower):
     def __init__(self, config: AyaVisionConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -59,12 +59,12 @@ class AyaVisionTower(PlannedTower):
         self.projector_1 = Dense(folded, 2 * config.projector_size)
         self.projector_2 = Dense(config.projector_size, hidden_size)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return Shown((upload_pixels(images, self.projector_1.weight),))
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return TowerInputs((upload_pixels(images, self.projector_1.weight),))
 
-    def look(self, shown: Shown) -> Tensor:
-        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
-        x = self.encoder(shown.tensors[0], self.config.read_layers)
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
+        """Encode pixels [N, 3, size, size] as [N * tokens, hidden]."""
+        x = self.encoder(inputs.tensors[0], self.config.read_layers)
         squares = fold_squares(x, self.config.fold).flatten(0, 1)
         up, gate = self.projector_1(squares if self.norm is None else self.norm(squares)).chunk(2, -1)
         projected: Tensor = self.projector_2(F.silu(gate) * up)

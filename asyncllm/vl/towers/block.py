@@ -1,4 +1,4 @@
-"""Blocks of vision transformers, with attention over all of an image, and their products."""
+"""Blocks of vision transformers, with attention over a whole picture, and their linear layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
 __all__ = ["GATED", "Attention", "Block", "GatedMLP", "JoinedQKV"]
 
 GATED = {"gate": "mlp.gate_up[gate]", "up": "mlp.gate_up[up]", "down": "mlp.down"}
-"""Rows of a weight table for a gated MLP, in a block that has it as `mlp`."""
+"""Names of a gated MLP's products -> targets in a weight table, for a block that has it as `mlp`."""
 
 _GATES: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
     "silu": kernels.silu_mul,
@@ -26,8 +26,8 @@ _GATES: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 
 class JoinedQKV(Dense):
-    """Rows of queries, keys and values in one product; checkpoints have them apart or together. `queries`: rows of the
-    former, if more than those of keys."""
+    """The projections of queries, keys and values as one product, whichever way the checkpoint stores them. `queries`:
+    number of rows for queries, if there are more than for keys."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, queries: int | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -47,12 +47,12 @@ class JoinedQKV(Dense):
 
 
 _WIDTH = 64
-"""Inner features of a gated MLP are padded to a multiple of this: rows of 3,420 numbers of 16 bits (Qwen2.5-VL) do not
-begin at multiples of 16 bytes, and the fast kernels of products read no others."""
+"""Inner features of a gated MLP are padded to a multiple of this. Rows of 3,420 16-bit numbers (Qwen2.5-VL) do not
+begin at multiples of 16 bytes, which the fast matrix kernels require."""
 
 
 class GatedMLP(Layer):
-    """x [..., hidden] -> the same: down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)) of x [..., hidden]."""
 
     def __init__(self, size: int, inner: int, activation: TowerActivation, *, bias: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GatedMLP(Layer):
 
 
 class _GateUp(Dense):
-    """Gate and up in one product, each followed by zeros."""
+    """The gate and up projections as one product, each padded with zeros."""
 
     inner: int
 
@@ -89,7 +89,7 @@ class _GateUp(Dense):
 
 
 class _Down(Dense):
-    """Reads `inner` features and the zeros behind them."""
+    """The down projection of `inner` features, padded with zeros."""
 
     inner: int
 
@@ -105,7 +105,7 @@ class _Down(Dense):
 
 
 class Attention(Layer):
-    """Each token of a picture sees all of it: x [N, T, hidden] -> the same. `norms`: of queries and keys."""
+    """Attention of each token over its whole picture, for x [N, T, hidden]. `norms`: those of queries and keys."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class Attention(Layer):
         out: Tensor = self.out(attended.view(count, length, -1))
         return out
 
-    def among(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Return the same where tokens see some alone: `seen` [N, T] bool."""
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Attend as `forward`, but only to the tokens of `mask` [N, T] bool."""
         q, k, v = (each.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for each in self._heads(x))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
@@ -148,7 +148,7 @@ class Attention(Layer):
 
 
 class Block(Layer):
-    """A block of a vision transformer, norms first. `scaled`: each branch is multiplied by learned numbers."""
+    """A pre-norm block of a vision transformer. `scaled`: whether each branch is multiplied by learned numbers."""
 
     def __init__(
         self,
@@ -172,14 +172,15 @@ class Block(Layer):
         self._activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, T, hidden] -> the same."""
-        return self._behind(self.attn(self.attn_norm(x)), x)
+        """Compute the block for x [N, T, hidden]."""
+        return self._with_mlp(self.attn(self.attn_norm(x)), x)
 
-    def among(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Return the same where tokens see some alone: `seen` [N, T] bool."""
-        return self._behind(self.attn.among(self.attn_norm(x), seen), x)
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Compute the block as `forward`, attending only to the tokens of `mask` [N, T] bool."""
+        return self._with_mlp(self.attn.masked(self.attn_norm(x), mask), x)
 
-    def _behind(self, branch: Tensor, x: Tensor) -> Tensor:
+    def _with_mlp(self, branch: Tensor, x: Tensor) -> Tensor:
+        """Return x with the attention's branch and the MLP's added."""
         if self.attn_scale is None or self.mlp_scale is None:
             h, x = self.mlp_norm.add(branch, x)
             out: Tensor = x + self.down(self._activation(self.up(h)))

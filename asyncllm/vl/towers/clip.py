@@ -1,4 +1,4 @@
-"""CLIP's and SigLIP's vision transformers (Radford et al., 2021; Zhai et al., 2023), as LLaVA and others read them."""
+"""CLIP's and SigLIP's vision transformers (Radford et al., 2021; Zhai et al., 2023), as used by LLaVA and others."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
     eps: float
     activation: TowerActivation
     final_norm: bool = False
-    """Whether there is a norm behind the last layer, for towers that read its output."""
+    """Whether a norm follows the last layer, for towers that read its output."""
     has_class_token: bool = True
-    """CLIP has one in front of the patches, and a norm of the embeddings; SigLIP has a bias in its patches' instead."""
-
+    """Whether a class token precedes the patches and a norm follows the embeddings, as in CLIP. SigLIP has neither, but
+    its patch embedding has a bias."""
     stacked_positions: bool = False
-    """Whether the checkpoint has its positions as [1, tokens, hidden], as timm's are."""
+    """Whether the checkpoint stores positions as [1, tokens, hidden], as timm does."""
 
     @property
     def side(self) -> int:
@@ -42,7 +42,7 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClipEncoder(Layer):
-    """pixels [N, 3, size, size] -> hidden states of one of its layers."""
+    """A vision transformer, of which the output of any layer can be read."""
 
     def __init__(self, config: ClipConfig) -> None:
         super().__init__()
@@ -66,35 +66,35 @@ class ClipEncoder(Layer):
         self.last_norm = LayerNorm(size, config.eps) if config.final_norm else None
 
     def forward(
-        self, pixels: Tensor, num_layers: int, places: Tensor | None = None, seen: Tensor | None = None
+        self, pixels: Tensor, num_layers: int, places: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states [N, tokens, hidden] after so many layers, the class token's first if there is
-        one. `places` [tokens] or [N, tokens]: which of the learned positions each has, if not its own. `seen`
-        [N, tokens] bool: which of them the others see, if not all."""
-        return self._read(self.patches.of_images(pixels), [num_layers], self._places(places), seen)[0]
+        """Return the hidden states [N, tokens, hidden] of pixels [N, 3, size, size] after `num_layers` layers, the
+        class token first. `places` [tokens] or [N, tokens]: the index of each token's learned position, if not its own.
+        `mask` [N, tokens] bool: the tokens to attend to, if not all."""
+        return self._read(self.patches.of_images(pixels), [num_layers], self._places(places), mask)[0]
 
     def several(self, pixels: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Do as `forward` for each of several numbers of layers."""
+        """Return the hidden states as `forward` after each of several numbers of layers."""
         return self._read(self.patches.of_images(pixels), counts, self.positions())
 
     def of_patches(
         self, patches: Tensor, num_layers: int, places: Tensor | None = None, *, positions: Tensor | None = None
     ) -> Tensor:
-        """Do as `forward` for pictures that are cut already: patches [N, tokens, 3 * patch * patch]. `positions`
-        [tokens, hidden]: in the place of learned ones."""
+        """Return the hidden states as `forward` for patches [N, tokens, 3 * patch * patch]. `positions`
+        [tokens, hidden]: a replacement for the learned ones."""
         own = self._places(places) if positions is None else positions
         return self._read(self.patches(patches), [num_layers], own)[0]
 
     def of_embedded(self, x: Tensor, num_layers: int, positions: Tensor) -> Tensor:
-        """Do as `forward` for what stands in the place of embedded patches: x [N, tokens, hidden], with positions
-        [1 + tokens, hidden]."""
+        """Return the hidden states as `forward` for embeddings x [N, tokens, hidden] in place of embedded patches, with
+        positions [1 + tokens, hidden]."""
         return self._read(x, [num_layers], positions)[0]
 
     def _places(self, places: Tensor | None) -> Tensor:
         learned: Tensor = self.positions()
         return learned if places is None else learned[places]
 
-    def _read(self, x: Tensor, counts: Sequence[int], positions: Tensor, seen: Tensor | None = None) -> list[Tensor]:
+    def _read(self, x: Tensor, counts: Sequence[int], positions: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         if self.class_token is not None:
             x = torch.cat([self.class_token().expand(len(x), 1, -1), x], 1)
         x = x + positions
@@ -102,7 +102,7 @@ class ClipEncoder(Layer):
             x = self.first_norm(x)
         found = {0: x}
         for number, layer in enumerate(self.layers[: max(counts)], 1):
-            x = layer(x) if seen is None else layer.among(x, seen)  # type: ignore[operator]
+            x = layer(x) if mask is None else layer.masked(x, mask)  # type: ignore[operator]
             if number in counts:
                 found[number] = x
         if self.last_norm is not None and len(self.layers) in found:
@@ -111,7 +111,7 @@ class ClipEncoder(Layer):
 
 
 class ColoursLast(PatchEmbedding):
-    """The checkpoint has a product of each patch's numbers, pixel by pixel, the three colours of one together."""
+    """A patch embedding whose checkpoint orders a patch's numbers by pixel, with the colours last."""
 
     def expected_parts(self) -> Mapping[tuple[str, str | None, int | None], tuple[int, ...]]:
         return {**super().expected_parts(), ("weight", None, None): (len(self.weight), self.weight[0].numel())}
@@ -125,15 +125,16 @@ class ColoursLast(PatchEmbedding):
 
 
 def share_places(count: int, side: int) -> Tensor:
-    """Return which of `side` learned positions each of `count` patches along an axis has, and `side` of them in all:
-    that of its share of the picture's side, as float32 rounds it, which is not its own everywhere."""
+    """Return the index, among `side` learned positions along an axis, of each of `count` patches, padded to `side`
+    indices. The position is that at a patch's share of the picture's side in float32, whose rounding shifts some
+    patches by one, as in training."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     shares = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
     return torch.bucketize(shares, edges, right=True)
 
 
 def clip_weights(source: str, target: str) -> Mapping[str, str]:
-    """Return the rows of a weight table for the encoder at `target`; `source` is where the checkpoint has it."""
+    """Return the rows of a weight table from the checkpoint's module `source` to the encoder at `target`."""
     layer, own = f"{source}.encoder.layers.{{i}}", f"{target}.layers.{{i}}"
     return {
         f"{source}.embeddings.class_embedding": f"{target}.class_token:weight",
@@ -151,7 +152,7 @@ def clip_weights(source: str, target: str) -> Mapping[str, str]:
 
 
 def timm_weights(source: str, target: str) -> Mapping[str, str]:
-    """Return the rows as `clip_weights`, for an encoder under the names that timm has (DeepSeek-VL)."""
+    """Return the rows as `clip_weights` for an encoder under timm's names (DeepSeek-VL)."""
     block, own = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
     return {
         f"{source}.patch_embed.proj": f"{target}.patches",

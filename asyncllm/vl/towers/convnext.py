@@ -1,4 +1,4 @@
-"""ConvNeXt (Liu et al., 2022), of which MGM reads what each stage makes of a picture."""
+"""ConvNeXt (Liu et al., 2022), of which MGM reads the output of each stage."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ KERNEL = 7
 
 
 class ConvNextConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages, each of which halves the picture's sides but for the first."""
+    """Stages, each of which halves the picture's sides, except the first."""
 
     depths: tuple[int, ...]
-    """Blocks of each stage, and"""
+    """Number of blocks of each stage."""
     sizes: tuple[int, ...]
-    """their channels."""
+    """Number of channels of each stage."""
     patch_size: int = 4
     """Pixels along a side of a cell of the first stage."""
 
 
 class ConvNextEncoder(Layer):
-    """pixels [N, 3, height, width] -> by stage [N, channels, rows, columns]."""
+    """Encodes pixels [N, 3, height, width] as [N, channels, rows, columns] for each stage."""
 
     def __init__(self, config: ConvNextConfig) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ConvNextEncoder(Layer):
 
 
 class _Stage(Layer):
-    """x [N, rows, columns, before] -> the same with other channels, of half the sides if it `shrinks`."""
+    """Maps x [N, rows, columns, before] to `size` channels, halving its sides if it `shrinks`."""
 
     def __init__(self, before: int, size: int, depth: int, *, shrinks: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Stage(Layer):
 
 
 class _Block(Layer):
-    """x [N, rows, columns, channels] -> the same."""
+    """A residual block over x [N, rows, columns, channels]."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Block(Layer):
 
 
 class _Mix(Owner):
-    """x [N, channels, rows, columns] -> the same: each channel of a cell and those around it."""
+    """A depthwise convolution of x [N, channels, rows, columns]."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Mix(Owner):
 
 
 class _Shrink(PatchEmbedding):
-    """x [N, channels, height, width] -> [N, rows, columns, out], a cell for each square of `side`."""
+    """Maps x [N, channels, height, width] to [N, rows, columns, out], one cell for each square of this side."""
 
     def __init__(self, channels: int, out: int, side: int) -> None:
         super().__init__((side, side), out, bias=True, channels=channels)
@@ -110,7 +110,7 @@ class _Shrink(PatchEmbedding):
 
 
 def convnext_weights(source: str, target: str, num_stages: int) -> Mapping[str, str]:
-    """Return the rows of a weight table for the encoder at `target`; `source` is where the checkpoint has it."""
+    """Return the rows of a weight table from the checkpoint's module `source` to the encoder at `target`."""
     rows = {f"{source}.vision_stem.0": f"{target}.stem", f"{source}.vision_stem.1": f"{target}.stem_norm"}
     for number in range(num_stages):
         stage, own = f"{source}.vision_stages.{number}", f"{target}.stages.{number}"

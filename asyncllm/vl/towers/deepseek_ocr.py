@@ -1,5 +1,5 @@
-"""The tower of DeepSeek-OCR (Wei et al., 2025): SAM over the whole of an image and tiles of it, two convolutions that
-leave a sixteenth of the patches, and CLIP over these; what both see goes through one product."""
+"""The tower of DeepSeek-OCR (Wei et al., 2025): SAM over the whole image and its tiles, two convolutions that leave a
+sixteenth of the patches, and CLIP over these. The features of both are joined and projected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
-from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.parts import Dense, Table, join_tiles, with_row_ends
 from asyncllm.vl.towers.sam import Convolution, SamConfig, SamEncoder, original_sam_weights
 from asyncllm.vl.towers.uploads import upload_pixels
 
@@ -22,15 +22,15 @@ _CLIP, _LAYER = "vision_model", "vision.small.layers.{i}"
 
 
 class DeepseekOcrConfig(TowerConfig, frozen=True, kw_only=True):
-    """Both encoders, and the pictures of them."""
+    """Two encoders and the sizes of their pictures."""
 
     large: SamConfig
     small: ClipConfig
-    """Reads what the other sees in place of patches, of which there are as many as `large.image_size` is for."""
+    """Reads the large encoder's features in place of embedded patches."""
     channels: tuple[int, int]
-    """Of the convolutions; the last ones are the small encoder's features."""
+    """Output channels of the two convolutions; the latter are the small encoder's hidden size."""
     tile: int
-    """Pixels along a side of a tile."""
+    """Side of a tile in pixels."""
 
     def build(self, hidden_size: int) -> DeepseekOcrTower:
         return DeepseekOcrTower(self, hidden_size)
@@ -73,21 +73,21 @@ class DeepseekOcrTower(VisionTower):
             whole, tiles = numbers[: 3 * side**2], numbers[3 * side**2 :]
             parts = [self._lines(self._features(whole.view(1, 3, side, side)), 1, 1), self.separator()[None]]
             if len(tiles):
-                # One at a time, as scores are for all pairs of a picture's patches.
+                # One at a time, since attention scores cover all pairs of a picture's patches.
                 seen = torch.cat([self._features(each[None]) for each in tiles.view(-1, 3, tile, tile)])
                 parts.insert(0, self._lines(seen, *image.tiles))
             found.append(torch.cat(parts))
         return found
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, tokens, hidden]."""
+        """Encode pixels [N, 3, size, size] as [N, tokens, hidden]."""
         patches = self.shrink_2(self.shrink_1(self.large(pixels)[1])).flatten(2).transpose(1, 2)
         read = self.small.of_embedded(patches, self.config.small.num_layers, self._positions(patches.shape[1]))
         features: Tensor = self.projector(torch.cat([read[:, 1:], patches], -1))
         return features
 
     def _positions(self, count: int) -> Tensor:
-        """Return the small encoder's positions for so many patches [1 + count, hidden], by cubic interpolation."""
+        """Return the small encoder's positions for `count` patches [1 + count, hidden], by bicubic interpolation."""
         learned: Tensor = self.small.positions()
         side, new = self.config.small.side, round(count**0.5)
         if new == side:
@@ -97,7 +97,6 @@ class DeepseekOcrTower(VisionTower):
         return torch.cat([learned[:1], stretched.flatten(2)[0].T.to(learned.dtype)])
 
     def _lines(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
-        """tokens [rows * columns, tokens, hidden] -> row by row of the whole picture, each with its end."""
-        side = round(tokens.shape[1] ** 0.5)
-        picture = tokens.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
-        return torch.cat([picture, self.row_end().expand(len(picture), 1, -1)], 1).flatten(0, 1)
+        """Return tokens [rows * columns, tokens, hidden] of tiles as rows of the whole picture [length, hidden], each
+        followed by its end."""
+        return with_row_ends(join_tiles(tokens, rows, columns), self.row_end())

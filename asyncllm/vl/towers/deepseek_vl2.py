@@ -1,5 +1,5 @@
-"""The tower of DeepSeek-VL2 (Wu et al., 2024): SigLIP over the whole of an image and tiles of it, squares of patches
-folded into one, an MLP, a learned end of each row and a separator between the two pictures."""
+"""The tower of DeepSeek-VL2 (Wu et al., 2024): SigLIP over the whole image and its tiles, squares of patches folded
+into one, an MLP, a learned end of each row, and a learned separator between the two pictures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, timm_weights
-from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.parts import Dense, Table, join_tiles, with_row_ends
 from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["DeepseekVL2Config", "DeepseekVL2Tower"]
 
 
 class DeepseekVL2Config(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and how its patches become tokens."""
+    """An encoder and a projector."""
 
     encoder: ClipConfig
-    """Of pictures cropped to whole patches."""
+    """Its image_size is a multiple of the patch size; further pixels are cropped."""
     fold: int
-    """Patches along a side of the square that becomes a token; squares at the edge are filled with zeros."""
+    """Patches along a side of the square that becomes a token; squares at the edge are padded with zeros."""
     inner_size: int
-    """Of the projector."""
+    """Inner features of the projector."""
     whole_first: bool
+    """Whether the whole image's tokens come before the tiles'."""
 
     def build(self, hidden_size: int) -> DeepseekVL2Tower:
         return DeepseekVL2Tower(self, hidden_size)
@@ -70,21 +71,21 @@ class DeepseekVL2Tower(VisionTower):
         return [self._joined(part, image.tiles) for part, image in zip(parts, images, strict=True)]
 
     def _folded(self, x: Tensor) -> Tensor:
-        """Return patches [N, side * side, hidden] as squares, each feature's patches side by side
-        [N, tokens, hidden * fold * fold]."""
+        """Return patches [N, side * side, hidden] as squares [N, tokens, hidden * fold * fold], ordered by feature,
+        then by patch."""
         fold, side = self.config.fold, self.config.encoder.side
         picture = x.view(len(x), side, side, -1).permute(0, 3, 1, 2)
         missing = -side % fold
         return F.unfold(F.pad(picture, (0, missing, 0, missing)), fold, stride=fold).transpose(1, 2)
 
     def _joined(self, tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-        """tokens [1 + rows * columns, tokens, hidden] of an image, the whole first -> [length, hidden]."""
+        """Return the features [length, hidden] of an image from tokens [1 + rows * columns, tokens, hidden], the whole
+        first."""
         whole, tiles = self._lines(tokens[:1], 1, 1), self._lines(tokens[1:], *shape)
         first, last = (whole, tiles) if self.config.whole_first else (tiles, whole)
         return torch.cat([first, self.separator()[None], last])
 
     def _lines(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
-        """tokens [rows * columns, tokens, hidden] -> row by row of the whole picture, each with its end."""
-        side = -(-self.config.encoder.side // self.config.fold)
-        picture = tokens.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
-        return torch.cat([picture, self.row_end().expand(len(picture), 1, -1)], 1).flatten(0, 1)
+        """Return tokens [rows * columns, tokens, hidden] of tiles as rows of the whole picture [length, hidden], each
+        followed by its end."""
+        return with_row_ends(join_tiles(tokens, rows, columns), self.row_end())

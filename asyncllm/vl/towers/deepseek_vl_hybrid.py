@@ -1,5 +1,5 @@
-"""The towers of DeepSeek-VL 7B (Lu et al., 2024): SigLIP sees an image small, SAM large; their features of a place are
-joined and projected."""
+"""The tower of DeepSeek-VL 7B (Lu et al., 2024): SigLIP over a small and SAM over a large version of an image; their
+features at each position are joined and projected."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from asyncllm.vl.towers.uploads import upload_pixels
 __all__ = ["HybridConfig", "HybridTower"]
 
 _LOW, _HIGH = (f"vision_model.vision_tower_{size}.vision_tower" for size in ("low", "high"))
-"""The modules of the encoders as their authors published them."""
+"""The encoders' modules in the authors' checkpoints."""
 
 
 class HybridConfig(TowerConfig, frozen=True, kw_only=True):
-    """Two encoders."""
+    """The two encoders."""
 
     small: ClipConfig
     large: SamConfig
@@ -65,7 +65,7 @@ class HybridConfig(TowerConfig, frozen=True, kw_only=True):
     @property
     def unused(self) -> Sequence[str]:
         own = [f"{source}.{name}" for source in self._sources for name in ("head", "embeddings.position_ids")]
-        # The authors' class has norms that it does not use.
+        # The authors' checkpoints contain norms that their code does not use.
         return [*own, f"{_LOW}.attn_pool", "vision_model.high_layer_norm", "vision_model.low_layer_norm"]
 
     @property
@@ -94,19 +94,19 @@ class HybridTower(VisionTower):
         high = numbers[:, : 3 * large.image_size**2].view(-1, 3, large.image_size, large.image_size)
         low = numbers[:, 3 * large.image_size**2 :].view(-1, 3, small.image_size, small.image_size)
         seen = self.project_small(self.small(low, small.num_layers))
-        # One at a time: each has as many patches as fill a device, and scores for all pairs of them.
+        # One at a time: a single image fills a device, and attention scores cover all pairs of its patches.
         fine = self.project_large(torch.cat([self._fine(each[None]) for each in high]))
         projected: Tensor = self.project(F.gelu(torch.cat([fine, seen], -1)))
         return list(projected.unbind())
 
     def _fine(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, tokens, channels], tokens as the small encoder has them."""
+        """Encode pixels [N, 3, size, size] as [N, tokens, channels], with as many tokens as the small encoder's."""
         early, last = self.large(pixels)
         features: Tensor = self._shrunk(last) + self._shrunk(self.early_neck(early)) * self.early_share()
         return features.flatten(2).transpose(1, 2)
 
     def _shrunk(self, x: Tensor) -> Tensor:
-        """Shrink x [N, channels, side, side] to four times the small encoder's side, then to that, with more channels
+        """Resize x [N, channels, side, side] to four times the small encoder's side, then convolve it to that side:
         [N, 4 * channels, side, side]."""
         size = 4 * self.config.small.side
         shrunk: Tensor = self.shrink_2(self.shrink_1(F.interpolate(x, (size, size), mode="bilinear")))

@@ -1,5 +1,5 @@
-"""The tower of dots.ocr (rednote-hilab, 2025): a transformer over patches of images of any size, which are turned by
-their row and column; squares of them become a token."""
+"""The tower of dots.ocr (rednote-hilab, 2025): a transformer over images of any size with two-dimensional rotary
+positions; squares of patches become a token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.parts import PatchEmbedding
 from asyncllm.vl.towers.patches import PatchesConfig
-from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
+from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, square_inputs, square_rotation
 
 __all__ = ["DotsConfig", "DotsTower"]
 
@@ -22,9 +22,9 @@ MERGER_EPS = 1e-6
 class DotsConfig(PatchesConfig, frozen=True, kw_only=True):
     eps: float
     bias: bool
-    """Of the blocks' products."""
+    """Whether the blocks' linear layers have biases."""
     last_norm: bool
-    """Whether there is a norm behind the last block."""
+    """Whether a norm follows the last block."""
 
     def build(self, hidden_size: int) -> DotsTower:
         return DotsTower(self, hidden_size)
@@ -49,7 +49,7 @@ class DotsConfig(PatchesConfig, frozen=True, kw_only=True):
         }
 
 
-class DotsTower(PlannedTower):
+class DotsTower(CapturableTower):
     def __init__(self, config: DotsConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -62,12 +62,12 @@ class DotsTower(PlannedTower):
         self.last_norm = RMSNorm(size, config.eps) if config.last_norm else None
         self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=MERGER_EPS)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return show_squares(images, self.config, self.merger.first.weight.device)
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return square_inputs(images, self.config, self.merger.first.weight.device)
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         config = self.config
-        (pixels, places, _), (whole,) = shown
+        (pixels, places, _), (whole,) = inputs
         x = self.first_norm(self.patches(in_time(pixels, config.frames)))
         x = self.layers(x, square_rotation(places, config.hidden_size // config.num_heads), whole)
         features: Tensor = self.merger(x if self.last_norm is None else self.last_norm(x))

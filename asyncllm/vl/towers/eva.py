@@ -1,5 +1,5 @@
-"""EVA2-CLIP as GLM-4V and CogVLM read it (Sun et al., 2023; Wang et al., 2023): norms behind each branch, neighbouring
-patches folded into one, a gated projector, and a learned feature in front of an image's and one behind them."""
+"""EVA2-CLIP, the tower of GLM-4V and CogVLM (Sun et al., 2023; Wang et al., 2023): a norm after each branch, squares of
+patches folded into one, a gated projector, and learned features before and after those of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["EvaConfig", "EvaTower"]
 
 
 class EvaConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over the patches of square pictures, and a projector."""
+    """A transformer over the patches of square pictures and a projector."""
 
     hidden_size: int
     intermediate_size: int
@@ -33,13 +33,13 @@ class EvaConfig(TowerConfig, frozen=True, kw_only=True):
     fold: int
     """Patches along a side of the square that becomes a token."""
     folded_size: int
-    """Features of a square."""
+    """Features of a folded square."""
     projector_size: int
     """Inner features of the projector."""
     divisor: float = 1.0
-    """Of all features."""
+    """Divides all features."""
     source: str = "vision"
-    """The checkpoint's module of the tower."""
+    """The checkpoint's module that holds the tower."""
 
     @property
     def side(self) -> int:
@@ -75,10 +75,9 @@ class EvaConfig(TowerConfig, frozen=True, kw_only=True):
 
 
 class EvaBlock(Block):
-    """Each branch is normalised before it is added."""
+    """A block whose branches are normalized before they are added."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, T, hidden] -> the same."""
         x = x + self.attn_norm(self.attn(x))
         x = x + self.mlp_norm(self.down(self._activation(self.up(x))))
         return x

@@ -1,4 +1,4 @@
-"""The tower of Gemma 3 (Gemma Team, 2025): SigLIP, means of neighbouring patches, a norm and one product."""
+"""The tower of Gemma 3 (Gemma Team, 2025): SigLIP, average pooling of squares of patches, a norm and a projection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.layers.norm import OffsetRMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.tower import CapturableTower, TowerConfig, TowerInputs
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
 from asyncllm.vl.towers.parts import Table
 from asyncllm.vl.towers.uploads import upload_pixels
@@ -18,11 +18,11 @@ __all__ = ["Gemma3TowerConfig", "Gemma3VisionTower"]
 
 
 class Gemma3TowerConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and how many of its patches become a token."""
+    """An encoder and the pooling of its patches."""
 
     encoder: ClipConfig
     pool: int
-    """Patches along a side of the square of which a token is the mean."""
+    """Patches along a side of the square that is averaged to a token."""
 
     def build(self, hidden_size: int) -> Gemma3VisionTower:
         return Gemma3VisionTower(self, hidden_size)
@@ -41,7 +41,7 @@ class Gemma3TowerConfig(TowerConfig, frozen=True, kw_only=True):
         return ("vision_tower.head", "vision_tower.vision_model.head")
 
 
-class Gemma3VisionTower(PlannedTower):
+class Gemma3VisionTower(CapturableTower):
     def __init__(self, config: Gemma3TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -49,12 +49,12 @@ class Gemma3VisionTower(PlannedTower):
         self.norm = OffsetRMSNorm(config.encoder.hidden_size, config.encoder.eps)
         self.projection = Table(config.encoder.hidden_size, hidden_size)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return Shown((upload_pixels(images, self.projection()),))
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return TowerInputs((upload_pixels(images, self.projection()),))
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         table, side = self.projection(), self.config.encoder.side
-        x = self.encoder(shown.tensors[0], self.config.encoder.num_layers)
+        x = self.encoder(inputs.tensors[0], self.config.encoder.num_layers)
         x = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (side, side)), self.config.pool).flatten(2).transpose(1, 2)
         features: Tensor = self.norm(x.contiguous()) @ table
         return features.flatten(0, 1)

@@ -1,5 +1,5 @@
-"""The tower of Gemma 4: images of any size, whose patches are turned by their column and row, and means of squares of
-patches as tokens."""
+"""The tower of Gemma 4: a transformer over images of any size with learned and two-dimensional rotary positions; means
+of squares of patches become tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncllm.vl.tower import VisionTower
 from asyncllm.vl.towers.clip import ColoursLast
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation, empty
 from asyncllm.vl.towers.patches import BlocksConfig
-from asyncllm.vl.towers.squares import square_places, turned_by
+from asyncllm.vl.towers.squares import rotation_by, square_places
 from asyncllm.vl.towers.uploads import upload, upload_pixels
 
 __all__ = ["Gemma4TowerConfig", "Gemma4VisionTower"]
@@ -27,21 +27,21 @@ _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 class Gemma4TowerConfig(BlocksConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and how many of its patches become a token."""
+    """A transformer over patches and the pooling of its patches."""
 
     num_kv_heads: int
     head_dim: int
     pool: int
-    """Patches along a side of the square of which a token is the mean."""
+    """Patches along a side of the square that is averaged to a token."""
     places: int
-    """Learned positions along an axis."""
+    """Number of learned positions along an axis."""
     theta: float
     activation: TowerActivation
     eps: float
     clipped: bool
-    """Whether what products read and give is bounded, by numbers of the checkpoint."""
+    """Whether inputs and outputs of linear layers are clamped to bounds in the checkpoint."""
     standardized: bool
-    """Whether means are shifted and scaled."""
+    """Whether the means are shifted and scaled by numbers in the checkpoint."""
 
     def build(self, hidden_size: int) -> Gemma4VisionTower:
         return Gemma4VisionTower(self, hidden_size)
@@ -80,7 +80,7 @@ class Gemma4TowerConfig(BlocksConfig, frozen=True, kw_only=True):
 
 
 class _ClippedDense(Dense):
-    """A product whose numbers on both sides are bounded."""
+    """A linear layer whose inputs and outputs are clamped."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -92,7 +92,7 @@ class _ClippedDense(Dense):
 
 
 class _Standard(Owner):
-    """Shifts features and scales them, in float32."""
+    """Shifts and scales features in float32."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -103,7 +103,8 @@ class _Standard(Owner):
 
 
 class _Block(Layer):
-    """Attention and a gated MLP, each with a norm before and behind it. Queries, keys and values are normed by head."""
+    """Attention and a gated MLP, each with a norm before and after it. Queries, keys and values are normalized per
+    head."""
 
     def __init__(self, config: Gemma4TowerConfig) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class _Block(Layer):
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
         h = self.attn_norm(x)
         q, k, v = (each(h).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v))
-        # Scores are not scaled.
+        # Gemma 4 does not scale scores, so this cancels the op's scale.
         q = _paired(self.q_norm(q)) * self.head_dim**0.5
         k, v = _paired(self.k_norm(k)), self.v_norm(v)
         q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
@@ -137,8 +138,8 @@ class _Block(Layer):
 
 
 def _paired(heads: Tensor) -> Tensor:
-    """Return heads [T, H, D] with features that are turned together half a head apart: the file has each axis in a half
-    of its own, whose halves are turned together."""
+    """Reorder the features of heads [T, H, D] so that those rotated together are half a head apart. In the checkpoint
+    each axis has half of a head, and the halves of that are rotated together."""
     halves = heads.view(*heads.shape[:-1], 2, 2, -1)
     return halves.transpose(-3, -2).flatten(-3)
 
@@ -174,7 +175,8 @@ class Gemma4VisionTower(VisionTower):
         return list(torch.split(features, [image.num_features for image in images]))
 
     def _rotation(self, places: Tensor) -> Rotation:
-        """Return how far patches at these rows and columns [T, 2] are turned: the first pairs by the column."""
+        """Return the rotation of patches at these rows and columns [T, 2]: the first half of the pairs by the column,
+        the second by the row."""
         half = self.config.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=places.device) / half
-        return turned_by((places.flip(-1)[..., None].float() / self.config.theta**exponents).flatten(1))
+        return rotation_by((places.flip(-1)[..., None].float() / self.config.theta**exponents).flatten(1))

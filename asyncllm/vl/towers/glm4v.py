@@ -1,6 +1,6 @@
-"""The tower of GLM-4.1V (GLM-V Team, 2025): Qwen2-VL's patches with learned positions that are stretched over an image,
-squares of them folded by a convolution, and a gated projector. GLM-OCR's has norms of queries and keys in the place of
-learned positions."""
+"""The tower of GLM-4.1V (GLM-V Team, 2025): Qwen2-VL's patches with interpolated learned positions, squares of them
+folded by a convolution, and a gated projector. GLM-OCR normalizes queries and keys instead of having learned
+positions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.squares import PatchBlocks, in_time, show_squares, square_rotation
+from asyncllm.vl.towers.squares import PatchBlocks, in_time, square_inputs, square_rotation
 
 __all__ = ["Glm4vConfig", "Glm4vTower"]
 
@@ -26,10 +26,10 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
     """Inner features of the projector."""
     eps: float
     side: int | None
-    """Of the square grid of learned positions, which is stretched over an image; None for norms of queries and keys in
-    their place (GLM-OCR)."""
+    """Side of the square grid of learned positions, which is interpolated over an image, or None for norms of queries
+    and keys instead (GLM-OCR)."""
     bias: bool = False
-    """Of the blocks' products."""
+    """Whether the blocks' linear layers have biases."""
 
     def build(self, hidden_size: int) -> Glm4vTower:
         return Glm4vTower(self, hidden_size)
@@ -50,7 +50,7 @@ class Glm4vConfig(PatchesConfig, frozen=True, kw_only=True):
         }
 
 
-class Glm4vTower(PlannedTower):
+class Glm4vTower(CapturableTower):
     def __init__(self, config: Glm4vConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -75,12 +75,12 @@ class Glm4vTower(PlannedTower):
         self.up = Dense(hidden_size, config.merger_size, bias=False)
         self.down = Dense(config.merger_size, hidden_size, bias=False)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return show_squares(images, self.config, self.projector.weight.device)
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return square_inputs(images, self.config, self.projector.weight.device)
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         config, square = self.config, self.config.merge**2
-        (pixels, places, sizes), (whole,) = shown
+        (pixels, places, sizes), (whole,) = inputs
         x = self.patches(in_time(pixels, config.frames))
         if self.first_norm is not None and self.positions is not None:
             x = self.first_norm(x)

@@ -1,4 +1,5 @@
-"""The tower of GOT-OCR 2.0 (Wei et al., 2024): SAM, two convolutions that leave a sixteenth of patches, a product."""
+"""The tower of GOT-OCR 2.0 (Wei et al., 2024): SAM, two convolutions that leave a sixteenth of the patches, and a
+projection."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ class GotOcr2Tower(VisionTower):
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         weight = self.projector.weight
         tiles = upload_pixels(images, weight)
-        # One at a time, as scores are for all pairs of a picture's patches.
+        # One at a time, since attention scores cover all pairs of a picture's patches.
         features = torch.cat([self._features(each[None]) for each in tiles])
         return [part.flatten(0, 1) for part in torch.split(features, [len(image.pixels) for image in images])]
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, tokens, hidden]."""
+        """Encode pixels [N, 3, size, size] as [N, tokens, hidden]."""
         _, last = self.encoder(pixels)
         features: Tensor = self.projector(self.shrink_2(self.shrink_1(last)).flatten(2).transpose(1, 2))
         return features

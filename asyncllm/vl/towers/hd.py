@@ -1,6 +1,6 @@
 """The tower of Phi-3-vision (Abdin et al., 2024) and of InternLM-XComposer2-4KHD and 2.5 (Dong et al., 2024): CLIP over
-tiles and the whole, squares of patches folded into one, a learned end of each row and a separator between the two
-pictures, and an MLP over all of it."""
+the tiles and the whole image, squares of patches folded into one, a learned end of each row, a learned separator
+between the two pictures, and an MLP over all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights
-from asyncllm.vl.towers.parts import Dense, Table
+from asyncllm.vl.towers.parts import Dense, Table, with_row_ends
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["HdConfig", "HdTower"]
@@ -23,15 +23,17 @@ FOLD = 2
 
 
 class HdConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and after how many of its layers the patches are read."""
+    """An encoder and its weights' names."""
 
     encoder: ClipConfig
     read_layers: int
+    """Number of layers whose output is read."""
     source: str
-    """The checkpoint's module of the encoder."""
+    """The checkpoint's module that holds the encoder."""
     names: Mapping[str, str]
-    """Rows of the ends, the separator and the projector."""
+    """Rows of a weight table for the row ends, the separator and the projector."""
     whole_first: bool = False
+    """Whether the whole image's tokens come before the tiles'."""
 
     def build(self, hidden_size: int) -> HdTower:
         return HdTower(self, hidden_size)
@@ -63,14 +65,16 @@ class HdTower(VisionTower):
         return list(torch.split(features, [len(each) for each in joined]))
 
     def _joined(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
-        """patches [1 + rows * columns, patches, hidden], the whole first -> rows of one picture, then of the other."""
+        """Join patches [1 + rows * columns, patches, hidden], the whole first, to the rows of one picture, a separator
+        and the rows of the other [length, width]."""
         tiles, whole = self._lines(patches[1:], *shape), self._lines(patches[:1], 1, 1)
         first, last = (whole, tiles) if self.config.whole_first else (tiles, whole)
         return torch.cat([first, self.separator()[0], last])
 
     def _lines(self, patches: Tensor, rows: int, columns: int) -> Tensor:
-        """patches [rows * columns, patches, hidden] -> [tokens, width], row by row of the whole picture."""
+        """Return patches [rows * columns, patches, hidden] of tiles as rows of tokens of the whole picture
+        [tokens, width], each followed by its end."""
         side = self.config.encoder.side // FOLD
         squares = patches.view(rows, columns, side, FOLD, side, FOLD, -1).permute(0, 2, 1, 4, 3, 5, 6)
         picture = squares.reshape(rows * side, columns * side, -1)
-        return torch.cat([picture, self.row_end()[0].expand(len(picture), -1, -1)], 1).flatten(0, 1)
+        return with_row_ends(picture, self.row_end().flatten())

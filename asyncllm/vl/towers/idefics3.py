@@ -1,4 +1,5 @@
-"""The tower of Idefics3 and SmolVLM (Laurençon et al., 2024): SigLIP, squares of patches folded into one, a product."""
+"""The tower of Idefics3 and SmolVLM (Laurençon et al., 2024): SigLIP, squares of patches folded into one, and a
+projection."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.tower import CapturableTower, TowerConfig, TowerInputs
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, share_places
 from asyncllm.vl.towers.parts import Dense, fold_squares
 from asyncllm.vl.towers.uploads import upload, upload_pixels
@@ -16,7 +17,7 @@ __all__ = ["Idefics3TowerConfig", "Idefics3VisionTower"]
 
 
 class Idefics3TowerConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and how many of its patches become a token."""
+    """An encoder and the folding of its patches."""
 
     encoder: ClipConfig
     fold: int
@@ -33,26 +34,26 @@ class Idefics3TowerConfig(TowerConfig, frozen=True, kw_only=True):
         }
 
 
-class Idefics3VisionTower(PlannedTower):
+class Idefics3VisionTower(CapturableTower):
     def __init__(self, config: Idefics3TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
         self.encoder = ClipEncoder(config.encoder)
         self.projector = Dense(config.encoder.hidden_size * config.fold**2, hidden_size, bias=False)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
         weight = self.projector.weight
-        return Shown((upload_pixels(images, weight), upload(self._places(), weight.device)))
+        return TowerInputs((upload_pixels(images, weight), upload(self._places(), weight.device)))
 
-    def look(self, shown: Shown) -> Tensor:
-        (pixels, places), encoder, fold = shown.tensors, self.config.encoder, self.config.fold
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
+        (pixels, places), encoder, fold = inputs.tensors, self.config.encoder, self.config.fold
         x = self.encoder(pixels, encoder.num_layers, places)
         squares = fold_squares(x, fold)
         projected: Tensor = self.projector(squares)
         return projected.flatten(0, 1)
 
     def _places(self) -> Tensor:
-        """Return the position that each patch has among the learned ones."""
+        """Return the index of each patch's learned position [side * side]."""
         side = self.config.encoder.side
         index = share_places(side, side)
         return (index[:, None] * side + index).flatten()

@@ -1,4 +1,4 @@
-"""InternVL's tower (Chen et al., 2024): InternViT, four neighbouring patches folded into one, and an MLP."""
+"""InternVL's tower (Chen et al., 2024): InternViT, squares of patches folded into one, and an MLP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown, TowerConfig
+from asyncllm.vl.tower import CapturableTower, TowerConfig, TowerInputs
 from asyncllm.vl.towers.block import Attention, Block
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, TowerActivation, fold_squares
 from asyncllm.vl.towers.uploads import upload_pixels
@@ -20,13 +20,13 @@ __all__ = ["InternVLConfig", "InternVLTower"]
 
 
 class InternVLConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over square tiles of an image."""
+    """A transformer over the square tiles of an image."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     read_layers: int
-    """After how many layers the hidden states are read."""
+    """Number of layers whose output is read."""
     num_heads: int
     image_size: int
     patch_size: int
@@ -38,7 +38,7 @@ class InternVLConfig(TowerConfig, frozen=True, kw_only=True):
     fold: int
     """Patches along a side of the square that becomes a token."""
     transposed: bool = False
-    """The tokens run down the columns: ps_version v1."""
+    """Whether tokens run down the columns (ps_version v1)."""
 
     @property
     def side(self) -> int:
@@ -73,7 +73,7 @@ _NATIVE = {
     "multi_modal_projector.linear_1": "vision.projector_1",
     "multi_modal_projector.linear_2": "vision.projector_2",
 }
-"""As transformers has it."""
+"""The names in transformers' checkpoints."""
 
 _REMOTE = {
     "vision_model.embeddings.class_embedding": "vision.class_token:weight",
@@ -93,10 +93,10 @@ _REMOTE = {
     "mlp1.1": "vision.projector_1",
     "mlp1.3": "vision.projector_2",
 }
-"""As the model's authors published it."""
+"""The names in the authors' checkpoints."""
 
 
-class InternVLTower(PlannedTower):
+class InternVLTower(CapturableTower):
     def __init__(self, config: InternVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -122,12 +122,12 @@ class InternVLTower(PlannedTower):
             scaled=True,
         )
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return Shown((upload_pixels(images, self.projector_1.weight),))
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return TowerInputs((upload_pixels(images, self.projector_1.weight),))
 
-    def look(self, shown: Shown) -> Tensor:
-        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
-        (pixels,) = shown.tensors
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
+        """Encode pixels [N, 3, size, size] as [N * tokens, hidden]."""
+        (pixels,) = inputs.tensors
         x = self.patches.of_images(pixels)
         x = torch.cat([self.class_token().expand(len(x), -1, -1), x], 1) + self.positions()
         for layer in self.layers[: self.config.read_layers]:
@@ -137,7 +137,7 @@ class InternVLTower(PlannedTower):
         return projected
 
     def _folded(self, x: Tensor) -> Tensor:
-        """Return squares of neighbouring patches as one, in the order of the checkpoint's generation."""
+        """Fold squares of patches into one, in the order of the config's ps_version."""
         squares, side = fold_squares(x, self.config.fold), self.config.side // self.config.fold
         if self.config.transposed:
             squares = squares.view(len(x), side, side, -1).transpose(1, 2).flatten(1, 2)

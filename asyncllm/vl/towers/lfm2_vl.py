@@ -1,5 +1,5 @@
-"""The tower of LFM2-VL (Liquid AI, 2025): SigLIP 2 over pictures of any size, with stretched positions (Tschannen et
-al., 2025); squares of patches become a token by a norm and an MLP."""
+"""The tower of LFM2-VL (Liquid AI, 2025): SigLIP 2 (Tschannen et al., 2025) over pictures of any size with interpolated
+positions; a norm and an MLP turn each square of patches into a token."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["Lfm2VLConfig", "Lfm2VLTower"]
 EPS = 1e-5
 
 _SOURCES = ("vision_tower", "vision_tower.vision_model")
-"""The checkpoint's modules of the encoder, in files of now and of then."""
+"""The checkpoint's module of the encoder, in current and earlier files."""
 
 
 class Lfm2VLConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, whose picture size is that of its learned positions, and a projector."""
+    """An encoder, whose image_size is that of its learned positions, and a projector."""
 
     encoder: ClipConfig
     fold: int
     """Patches along a side of the square that becomes a token."""
     inner_size: int
-    """Of the projector."""
+    """Inner features of the projector."""
     activation: TowerActivation
     bias: bool
     normed: bool
-    """Whether the projector has a norm in front."""
+    """Whether a norm precedes the projector."""
 
     def build(self, hidden_size: int) -> Lfm2VLTower:
         return Lfm2VLTower(self, hidden_size)
@@ -70,7 +70,7 @@ class Lfm2VLTower(VisionTower):
         patches = upload_pixels(images, weight).flatten(1)
         pictures = torch.split(patches, [rows * columns for rows, columns in shapes])
         found: list[Tensor] = [weight] * len(shapes)
-        # Pictures of one shape, as tiles are, go together.
+        # Pictures of equal shape, such as tiles, are encoded together.
         for shape in dict.fromkeys(shapes):
             alike = [index for index, each in enumerate(shapes) if each == shape]
             stacked = torch.stack([pictures[index] for index in alike])
@@ -83,8 +83,8 @@ class Lfm2VLTower(VisionTower):
         return list(torch.split(features, [image.num_features for image in images]))
 
     def _positions(self, rows: int, columns: int) -> Tensor:
-        """Return positions of the patches of a picture [rows * columns, hidden], in the order of their squares, by
-        interpolation in the learned ones."""
+        """Return positions of the patches of a picture [rows * columns, hidden], interpolated from the learned ones and
+        ordered by squares."""
         learned, fold = self.encoder.positions(), self.config.fold
         side = self.config.encoder.side
         table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]

@@ -1,5 +1,5 @@
-"""The tower of Llama 4 (Meta, 2025): tiles whose patches have learned positions and are turned by column and row, with
-a class token behind them; squares of patches folded into one, an MLP and a product."""
+"""The tower of Llama 4 (Meta, 2025): a transformer over tiles with learned and two-dimensional rotary positions and a
+class token after the patches; squares of patches folded into one, an MLP and a projection."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from asyncllm.kernels import Rotation, split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.parts import Dense, Table, cut, fold_squares
 from asyncllm.vl.towers.patches import BlocksConfig
-from asyncllm.vl.towers.squares import PatchBlocks, turned_by
+from asyncllm.vl.towers.squares import PatchBlocks, rotation_by
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Llama4Tower", "Llama4TowerConfig"]
@@ -24,7 +24,7 @@ EPS = 1e-5
 
 
 class Llama4TowerConfig(BlocksConfig, frozen=True, kw_only=True):
-    """A transformer over the patches of square tiles, and a projector."""
+    """A transformer over the patches of square tiles and a projector."""
 
     projector_size: int
     image_size: int
@@ -61,7 +61,7 @@ class Llama4TowerConfig(BlocksConfig, frozen=True, kw_only=True):
         }
 
 
-class Llama4Tower(PlannedTower):
+class Llama4Tower(CapturableTower):
     def __init__(self, config: Llama4TowerConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -76,12 +76,12 @@ class Llama4Tower(PlannedTower):
         self.adapter_2 = Dense(width, width, bias=False)
         self.projector = Dense(width, hidden_size, bias=False)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return Shown((upload_pixels(images, self.projector.weight),))
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return TowerInputs((upload_pixels(images, self.projector.weight),))
 
-    def look(self, shown: Shown) -> Tensor:
-        """pixels [N, 3, size, size] -> [N * tokens, hidden]."""
-        (pixels,) = shown.tensors
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
+        """Encode pixels [N, 3, size, size] as [N * tokens, hidden]."""
+        (pixels,) = inputs.tensors
         x = self.patches(cut(pixels, self.config.patch_size))
         count, tokens = len(x), x.shape[1] + 1
         x = torch.cat([x, self.class_token().expand(count, 1, -1)], 1) + self.positions()
@@ -94,11 +94,11 @@ class Llama4Tower(PlannedTower):
         return projected.flatten(0, 1)
 
     def _rotation(self, count: int, device: torch.device) -> Rotation:
-        """Return how far each token of so many tiles is turned: the first half of the pairs by the column, the second
-        by the row, both counted from 1; the class token not at all."""
+        """Return the rotation of each token of `count` tiles: the first half of the pairs by the column, the second by
+        the row, both counted from 1. Class tokens are not rotated."""
         config = self.config
         half = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         steps = torch.arange(1, config.side + 1, dtype=torch.float32, device=device)[:, None] / config.theta**exponents
         turned = torch.cat([steps.repeat(config.side, 1), steps.repeat_interleave(config.side, 0)], -1)
-        return turned_by(torch.cat([turned, torch.zeros_like(turned[:1])]).repeat(count, 1))
+        return rotation_by(torch.cat([turned, torch.zeros_like(turned[:1])]).repeat(count, 1))

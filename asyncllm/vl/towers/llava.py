@@ -1,8 +1,8 @@
-"""LLaVA's tower (Liu et al., 2023): an encoder's hidden states and an MLP into the decoder's width; DeepSeek-VL's and
-Janus' too.
+"""LLaVA's tower (Liu et al., 2023), also that of DeepSeek-VL and Janus: an encoder's hidden states and an MLP to the
+decoder's width.
 
-LLaVA-NeXT shows the encoder the whole image and tiles of it. The tiles' features are put together, what was padding is
-cut off, and each row gets a learned newline.
+LLaVA-NeXT encodes the whole image and its tiles. The tiles' features are joined to one picture, cropped to the part
+that is not padding, and each row gets a learned newline.
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.anyres import grid_of, shrunk, unpadded
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, timm_weights
-from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation
+from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, Table, TowerActivation, join_tiles, with_row_ends
 from asyncllm.vl.towers.uploads import upload
 
 __all__ = ["LlavaConfig", "LlavaTower"]
 
 TIMM = "vision_model.vision_tower"
-"""The module of DeepSeek-VL's encoder as its authors published it."""
-
+"""The module of DeepSeek-VL's encoder in the authors' checkpoints."""
 
 DRAWING = (
     *("vqmodel", "generation_embeddings", "generation_aligner", "generation_head"),
     *("gen_vision_model", "gen_aligner", "gen_head", "gen_embed"),
 )
-"""The modules by which Janus draws, as transformers and its authors call them."""
+"""The modules with which Janus generates images, in transformers' and the authors' checkpoints."""
 
 
 class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, which of its hidden states are read, and a projector."""
+    """An encoder and a projector."""
 
     encoder: ClipConfig
     feature_layers: tuple[int, ...]
-    """After so many layers each; their features follow one another."""
+    """Numbers of layers after which hidden states are read and concatenated."""
     drops_class_token: bool
     bias: bool
     activation: TowerActivation
     source: str = "vision_tower"
-    """The checkpoint's module of the encoder."""
+    """The checkpoint's module that holds the encoder."""
     pinpoints: tuple[tuple[int, int], ...] = ()
-    """Heights and widths of tiled images, of LLaVA-NeXT; empty for LLaVA."""
+    """Possible heights and widths of tiled images (LLaVA-NeXT), or empty without tiles."""
     projector_norms: bool = False
-    """Whether each product of the projector has a norm behind it (Yi-VL)."""
+    """Whether a norm follows each linear layer of the projector (Yi-VL)."""
     input_eps: float | None = None
-    """Of the norm of what the projector reads, if there is one (ViP-LLaVA)."""
+    """Epsilon of a norm before the projector, or None without one (ViP-LLaVA has one)."""
     most: int | None = None
-    """Patches of all tiles, as in `anyres.shrunk`."""
+    """Maximum number of patches of all tiles, as in `anyres.shrunk`."""
 
     def build(self, hidden_size: int) -> LlavaTower:
         return LlavaTower(self, hidden_size)
@@ -109,7 +108,7 @@ class LlavaTower(VisionTower):
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         parameter = self.projector_1.weight
-        # Those of a video [1, frames, ...] are its frames.
+        # A video's pixels are [1, frames, ...].
         tiles = [torch.from_numpy(image.pixels).flatten(0, -4) for image in images]
         features = self._features(upload(torch.cat(tiles).to(parameter.dtype), parameter.device))
         return [
@@ -118,7 +117,7 @@ class LlavaTower(VisionTower):
         ]
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, size, size] -> [N, patches, hidden]."""
+        """Encode pixels [N, 3, size, size] as [N, patches, hidden]."""
         config = self.config
         hidden = self.encoder.several(pixels, config.feature_layers)
         x = torch.cat([each[:, 1:] if config.drops_class_token else each for each in hidden], -1)
@@ -128,7 +127,7 @@ class LlavaTower(VisionTower):
         return projected
 
     def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
-        """features [tiles, patches, hidden] of one image, or of a video's frames -> [length, hidden]."""
+        """Join features [tiles, patches, hidden] of an image's tiles or a video's frames to [length, hidden]."""
         if self.newline is None:
             return features[0]
         side = self.config.encoder.side
@@ -140,13 +139,11 @@ class LlavaTower(VisionTower):
         if len(features) == 1:
             return torch.cat([features[0], self.newline()[None]])
         rows, columns = grid_of(image.size, self.config.pinpoints, self.config.encoder.image_size)
-        whole, tiles = features[0], features[1:].view(rows, columns, side, side, -1)
-        picture = tiles.transpose(1, 2).reshape(rows * side, columns * side, -1)
+        picture = join_tiles(features[1:], rows, columns)
         top, left, height, width = unpadded(image.size, (rows * side, columns * side))
         picture = picture[top : top + height, left : left + width]
         size = shrunk((height, width), self.config.most)
         if size != (height, width):
             stretched = F.interpolate(picture.permute(2, 0, 1)[None], size, mode="bilinear")
             picture = stretched[0].permute(1, 2, 0)
-        newline = self.newline().expand(len(picture), 1, -1)
-        return torch.cat([whole, torch.cat([picture, newline], 1).flatten(0, 1)])
+        return torch.cat([features[0], with_row_ends(picture, self.newline())])

@@ -19,16 +19,17 @@ __all__ = ["MiniCPMVConfig", "MiniCPMVTower"]
 
 EPS = 1e-6
 HEAD_SIZE = 128
-"""Of the resampler."""
+"""Size of the resampler's heads."""
 
 
 class MiniCPMVConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and how many features it has of a picture."""
+    """An encoder and a resampler."""
 
     encoder: ClipConfig
     num_queries: int
+    """Number of features of a picture."""
     plane: bool
-    """The patches' positions are those of rows and columns; else those of one long row (2.5)."""
+    """Whether patches have positions by row and column, rather than by their number (2.5)."""
 
     def build(self, hidden_size: int) -> MiniCPMVTower:
         return MiniCPMVTower(self, hidden_size)
@@ -74,7 +75,7 @@ class MiniCPMVTower(VisionTower):
         return [part.flatten(0, 1) for part in torch.split(features, [len(image.pictures) for image in images])]
 
     def _features(self, patches: Tensor, shape: tuple[int, int]) -> Tensor:
-        """patches [N, rows * columns, numbers] of pictures of this shape -> [N, queries, hidden]."""
+        """Encode patches [N, rows * columns, numbers] of pictures of this shape as [N, queries, hidden]."""
         config, projector = self.config.encoder, self.projector.weight
         places = self._places(*shape) if self.config.plane else self._places(1, shape[0] * shape[1])
         x = self.encoder.of_patches(patches, config.num_layers, places.to(patches.device))
@@ -83,8 +84,8 @@ class MiniCPMVTower(VisionTower):
         return features
 
     def _places(self, rows: int, columns: int) -> Tensor:
-        """Return which of the learned positions each patch has: those at its share of the picture's sides. In float32,
-        in which shares are compared as they were in training."""
+        """Return the index of each patch's learned position, that at its share of the picture's sides. The shares are
+        float32, so that they round as in training."""
         side = self.config.encoder.side
         edges = torch.arange(1 / side, 1.0, 1 / side)
         row, column = (

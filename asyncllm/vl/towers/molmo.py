@@ -1,5 +1,5 @@
-"""The tower of Molmo (Deitke et al., 2024): CLIP over crops that overlap, two of its layers read together, squares of
-patches pooled by attention, and a gated MLP; the texts around an image are of embeddings that only images have."""
+"""The tower of Molmo (Deitke et al., 2024): CLIP over overlapping crops, two of whose layers are read, squares of
+patches pooled by attention, and a gated MLP. The marks of an image's structure have embeddings of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.processing.molmo import POOL, CropGrid
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, ColoursLast
-from asyncllm.vl.towers.parts import Dense, Table, fold_squares
+from asyncllm.vl.towers.parts import Dense, Table, fold_squares, with_row_ends
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["MolmoConfig", "MolmoTower"]
@@ -46,24 +46,24 @@ WEIGHTS: Mapping[str, str] = {
 
 
 class MolmoConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, what its patches become, and the decoder's rows."""
+    """An encoder, a projector, the marks of an image's structure, and the decoder's weights."""
 
     encoder: ClipConfig
     read_layers: tuple[int, int]
-    """After so many layers each; their features follow one another."""
+    """Numbers of layers after which hidden states are read and concatenated."""
     intermediate_size: int
-    """Of the MLP."""
+    """Inner features of the projector."""
     grid: CropGrid
     num_marks: int
-    """Embeddings that only images have, and of them"""
+    """Number of embeddings that occur in images only. The next four are indices of them."""
     start: int
-    """the first token of a picture,"""
+    """The mark that begins a picture."""
     end: int
-    """the last,"""
+    """The mark that ends a picture."""
     patch: int
-    """what a square of patches is added to,"""
+    """The mark that is added to each square of patches."""
     row_end: int
-    """and the end of a row."""
+    """The mark that ends a row."""
     decoder: Mapping[str, str]
     """Rows of a weight table for the decoder."""
 
@@ -100,10 +100,10 @@ class MolmoTower(VisionTower):
         return [self._joined(part, image) for part, image in zip(parts, images, strict=True)]
 
     def _padding(self, images: Sequence[PromptImage], x: Tensor) -> Tensor:
-        """Return what is added to patches that are padding, whole or in part [crops, patches, features].
+        """Return the learned terms for patches that are padding, wholly or in part [crops, patches, features].
 
-        The crops' shares come in the place of those one ahead of them, as the model has learned them, and patches of
-        the last crop count as padding in part."""
+        As in training, each crop uses the shares of padding of the next one, and all patches of an image's last crop
+        count as padding in part."""
         shares = []
         for image in images:
             inside = torch.from_numpy(self.config.grid.inside(image.size, image.tiles))
@@ -113,7 +113,7 @@ class MolmoTower(VisionTower):
         return torch.where(share == 0, whole, torch.where(share < 1, part, torch.zeros_like(part)))
 
     def _joined(self, features: Tensor, image: PromptImage) -> Tensor:
-        """features [1 + rows * columns, tokens, hidden], the whole first -> [length, hidden]."""
+        """Join features [1 + rows * columns, tokens, hidden], the whole first, to [length, hidden]."""
         grid, side = self.config.grid, self.config.encoder.side // POOL
         squares = features.view(-1, side, side, features.shape[-1])
         (rows, columns), crops = image.tiles, iter(squares[1:])
@@ -125,14 +125,15 @@ class MolmoTower(VisionTower):
         return torch.cat([self._framed(squares[0]), self._framed(torch.cat(bands))])
 
     def _framed(self, picture: Tensor) -> Tensor:
-        """Return a picture [rows, columns, hidden] with its start, its end and those of rows [tokens, hidden]."""
+        """Return a picture [rows, columns, hidden] with the marks of its start, its rows and its end
+        [tokens, hidden]."""
         marks, config = self.marks(), self.config
-        lines = torch.cat([picture, marks[config.row_end].expand(len(picture), 1, -1)], 1).flatten(0, 1)
+        lines = with_row_ends(picture, marks[config.row_end])
         return torch.cat([marks[config.start, None], lines, marks[config.end, None]])
 
 
 class _Pool(Layer):
-    """queries [N, 1, in] that attend to x [N, T, in] -> [N, 1, out]."""
+    """Attention of queries [N, 1, in] over x [N, T, in], giving [N, 1, out]."""
 
     def __init__(self, in_features: int, out_features: int, num_heads: int) -> None:
         super().__init__()

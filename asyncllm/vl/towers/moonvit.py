@@ -1,5 +1,5 @@
-"""MoonViT, the tower of Kimi-VL (Kimi Team, 2025): images of any size, whose patches have stretched learned positions
-and are turned by their row and column; squares of them become a token."""
+"""MoonViT, the tower of Kimi-VL (Kimi Team, 2025): a transformer over images of any size with interpolated learned and
+two-dimensional rotary positions; squares of patches become a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import VisionTower
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import BlocksConfig
-from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, square_places, turned_by
+from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, rotation_by, square_places
 from asyncllm.vl.towers.uploads import upload, upload_pixels
 
 __all__ = ["MoonViTConfig", "MoonViTTower"]
@@ -25,18 +25,18 @@ THETA = 10000.0
 
 
 class MoonViTConfig(BlocksConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and the merger of squares of them."""
+    """A transformer over patches and the merger of squares of them."""
 
     merge: int
     """Patches along a side of the square that becomes a token."""
     grid: tuple[int, int]
-    """Rows and columns of the learned positions, which are stretched over an image."""
+    """Rows and columns of the learned positions, which are interpolated over an image."""
     projector: tuple[str, str, str] = (
         "multi_modal_projector.pre_norm",
         "multi_modal_projector.linear_1",
         "multi_modal_projector.linear_2",
     )
-    """The checkpoint's modules of the projector: its norm and its two products."""
+    """The checkpoint's modules of the projector: its norm and its two linear layers."""
 
     def build(self, hidden_size: int) -> MoonViTTower:
         return MoonViTTower(self, hidden_size)
@@ -86,7 +86,7 @@ class MoonViTTower(VisionTower):
         return list(torch.split(features, [image.length for image in images]))
 
     def _positions(self, places: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
-        """Return learned positions of the patches [T, hidden], by cubic interpolation in the stretched grid."""
+        """Return positions of the patches [T, hidden], by bicubic interpolation of the learned grid."""
         table = self.positions()
         stretched = {
             grid: F.interpolate(table.float().permute(2, 0, 1)[None], grid, mode="bicubic")[0].permute(1, 2, 0)
@@ -97,7 +97,7 @@ class MoonViTTower(VisionTower):
         return torch.cat(found).to(table.dtype)
 
     def _rotation(self, places: Tensor) -> Rotation:
-        """Return how far patches at these places [T, 2] are turned: the pairs by column and row in turn."""
+        """Return the rotation of patches at these rows and columns [T, 2]: pairs alternate between column and row."""
         size = self.config.hidden_size // self.config.num_heads
         frequencies = 1.0 / THETA ** (torch.arange(0, size, 4, dtype=torch.float32, device=places.device) / size)
-        return turned_by((places.flip(-1)[:, None, :].float() * frequencies[:, None]).flatten(1))
+        return rotation_by((places.flip(-1)[:, None, :].float() * frequencies[:, None]).flatten(1))

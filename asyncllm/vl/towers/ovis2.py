@@ -1,5 +1,5 @@
-"""The tower of Ovis2 (Lu et al., 2024): AIMv2 over tiles, whose squares of patches are read as shares of the words of a
-visual vocabulary; between tiles stand words of it."""
+"""The tower of Ovis2 (Lu et al., 2024): AIMv2 over tiles, whose squares of patches become mixtures of a visual
+vocabulary's embeddings; marks from the same vocabulary separate the tiles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from asyncllm.vl.towers.uploads import upload_pixels
 __all__ = ["Ovis2TowerConfig", "Ovis2VisionTower"]
 
 NUM_MARKS = 5
-"""The last words of the vocabulary, which no patch is read as:"""
+"""Number of marks, the last words of the vocabulary, which never represent patches."""
 START, GRID, COLUMN, ROW, END = range(NUM_MARKS)
-"""the first token of an image, and those in front of its tiles, between two of a row, between rows, and behind them."""
+"""The marks at the start of an image, before its tiles, between the tiles of a row, between rows, and at the end."""
 
 HEAD_EPS = 1e-5
 
 
 class Ovis2TowerConfig(TowerConfig, frozen=True, kw_only=True):
-    """A transformer over the patches of square pictures, and the vocabulary."""
+    """A transformer over the patches of square pictures and a visual vocabulary."""
 
     hidden_size: int
     intermediate_size: int
@@ -93,7 +93,7 @@ class Ovis2VisionTower(VisionTower):
         return [self._joined(part, *image.tiles) for part, image in zip(parts, images, strict=True)]
 
     def _joined(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
-        """tiles [1 + rows * columns, tokens, hidden], the whole first, or that alone -> [length, hidden]."""
+        """Join tiles [1 + rows * columns, tokens, hidden], the whole first, or the whole only, to [length, hidden]."""
         marks = self.words()[-NUM_MARKS:]
         found = [marks[START, None], tiles[0], marks[GRID, None]]
         for number, tile in enumerate(tiles[1:]):
@@ -104,7 +104,7 @@ class Ovis2VisionTower(VisionTower):
 
 
 class _Block(Layer):
-    """x [N, T, hidden] -> the same, norms first."""
+    """A pre-norm block over x [N, T, hidden]."""
 
     def __init__(self, config: Ovis2TowerConfig) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""The tower of PaddleOCR-VL (Cui et al., 2025): SigLIP over images of any size, whose patches have stretched learned
-positions and are turned by their row and column; squares of them become a token."""
+"""The tower of PaddleOCR-VL (Cui et al., 2025): SigLIP over images of any size with interpolated learned and
+two-dimensional rotary positions; squares of patches become a token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
+from asyncllm.vl.towers.squares import PatchBlocks, SquareMerger, in_time, square_inputs, square_rotation
 
 __all__ = ["PaddleOCRVLConfig", "PaddleOCRVLTower"]
 
@@ -22,7 +22,7 @@ MERGER_EPS = 1e-5
 class PaddleOCRVLConfig(PatchesConfig, frozen=True, kw_only=True):
     eps: float
     side: int
-    """Of the square grid of learned positions, which is stretched over an image."""
+    """Side of the square grid of learned positions, which is interpolated over an image."""
 
     def build(self, hidden_size: int) -> PaddleOCRVLTower:
         return PaddleOCRVLTower(self, hidden_size)
@@ -51,7 +51,7 @@ class PaddleOCRVLConfig(PatchesConfig, frozen=True, kw_only=True):
         return [f"visual.vision_model.{name}" for name in ("head", "embeddings.packing_position_embedding")]
 
 
-class PaddleOCRVLTower(PlannedTower):
+class PaddleOCRVLTower(CapturableTower):
     def __init__(self, config: PaddleOCRVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -62,12 +62,12 @@ class PaddleOCRVLTower(PlannedTower):
         self.last_norm = LayerNorm(size, config.eps)
         self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=MERGER_EPS)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return show_squares(images, self.config, self.positions.weight.device)
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return square_inputs(images, self.config, self.positions.weight.device)
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         config = self.config
-        (pixels, places, sizes), (whole,) = shown
+        (pixels, places, sizes), (whole,) = inputs
         x = self.patches(in_time(pixels, config.frames))
         x = x + stretched(self.positions(), places.flatten(0, 1), sizes, "bilinear").to(x.dtype)
         rotation = square_rotation(places, config.hidden_size // config.num_heads)

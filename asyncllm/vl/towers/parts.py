@@ -1,6 +1,6 @@
-"""Parts of towers: products, patch embeddings and learned tensors, in plain torch.
+"""Parts of towers: linear layers, patch embeddings and learned tensors, in plain torch.
 
-They are not divided among ranks, quantized or adapted. A tower runs once for an image, so products are torch's.
+They are neither sharded nor quantized nor adapted. A tower runs once per image, so torch's own products suffice.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ __all__ = [
     "cut",
     "empty",
     "fold_squares",
+    "join_tiles",
+    "with_row_ends",
 ]
 
 TowerActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -37,8 +39,8 @@ ACTIVATIONS: Mapping[TowerActivation, Callable[[Tensor], Tensor]] = {
 
 
 def cut(pixels: Tensor, size: int) -> Tensor:
-    """Return pixels [N, channels, height, width] as square patches of this size, row by row
-    [N, patches, channels * size * size]. What is left at the right and below belongs to none."""
+    """Cut pixels [N, channels, height, width] into square patches of this size, row by row,
+    [N, patches, channels * size * size]. Incomplete patches at the right and the bottom are dropped."""
     count, channels, height, width = pixels.shape
     rows, columns = height // size, width // size
     whole = pixels[..., : rows * size, : columns * size]
@@ -47,20 +49,34 @@ def cut(pixels: Tensor, size: int) -> Tensor:
 
 
 def fold_squares(x: Tensor, fold: int) -> Tensor:
-    """Return the patches of square pictures [N, side * side, hidden] with each square of fold x fold neighbours as one,
-    row by row [N, (side / fold)^2, fold * fold * hidden]."""
+    """Concatenate each square of fold x fold patches of square pictures [N, side * side, hidden], row by row,
+    [N, (side / fold)^2, fold * fold * hidden]."""
     count, side = len(x), isqrt(x.shape[1]) // fold
     squares = x.reshape(count, side, fold, side, fold, -1).permute(0, 1, 3, 2, 4, 5)
     return squares.reshape(count, side * side, -1)
 
 
+def join_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Join the tokens of square tiles [rows * columns, side * side, hidden] to a picture [rows * side, columns * side,
+    hidden]."""
+    side = isqrt(x.shape[1])
+    tiles = x.view(rows, columns, side, side, -1).transpose(1, 2)
+    return tiles.reshape(rows * side, columns * side, -1)
+
+
+def with_row_ends(picture: Tensor, row_end: Tensor) -> Tensor:
+    """Append `row_end` [hidden] to each row of picture [rows, columns, hidden], giving [rows * (columns + 1),
+    hidden]."""
+    return torch.cat([picture, row_end.expand(len(picture), 1, -1)], 1).flatten(0, 1)
+
+
 def empty(*shape: int) -> nn.Parameter:
-    """Return an unfilled parameter."""
+    """Return an uninitialized parameter."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Dense(Owner):
-    """x [..., in] -> [..., out]."""
+    """A linear layer from [..., in] to [..., out]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -72,8 +88,8 @@ class Dense(Owner):
 
 
 class PatchEmbedding(Owner):
-    """A convolution whose windows do not overlap: patches [..., channels * window] -> [..., out]. `window`: its sizes,
-    the last ones height and width."""
+    """A convolution without overlap, as a linear layer from patches [..., channels * window] to [..., out]. `window`:
+    the kernel's sizes, the last ones height and width."""
 
     def __init__(self, window: tuple[int, ...], out_features: int, *, bias: bool, channels: int = 3) -> None:
         super().__init__()
@@ -84,13 +100,13 @@ class PatchEmbedding(Owner):
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
     def of_images(self, pixels: Tensor) -> Tensor:
-        """pixels [N, 3, height, width] -> [N, patches, out], row by row."""
+        """Embed pixels [N, 3, height, width] as [N, patches, out], row by row."""
         embedded: Tensor = self(cut(pixels, self.weight.shape[-1]))
         return embedded
 
 
 class Table(Owner):
-    """A learned tensor by itself."""
+    """A learned tensor."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

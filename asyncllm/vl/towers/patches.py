@@ -1,4 +1,4 @@
-"""The configs of towers over patches of images of any size, and positions that are stretched over these."""
+"""Configs of towers over images of any size, and the interpolation of their learned positions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ class BlocksConfig(TowerConfig, frozen=True, kw_only=True):
 
     hidden_size: int
     intermediate_size: int
-    """Of the blocks' MLPs."""
+    """Inner features of the blocks' MLPs."""
     num_layers: int
     num_heads: int
     patch_size: int
 
 
 class PatchesConfig(BlocksConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and the merger of squares of them."""
+    """A transformer over patches and the merger of squares of them."""
 
     frames: int
-    """Of a patch; an image is as many equal ones."""
+    """Number of frames that a patch spans. An image is repeated to as many equal frames."""
     merge: int
     """Patches along a side of the square that becomes a token."""
     activation: TowerActivation
     in_thinker: bool = False
-    """Whether this is a part of a model that hears and speaks besides, whose parts for that are left out
-    (Qwen-Omni)."""
+    """Whether the model is the "thinker" of a Qwen-Omni, whose audio modules are left out."""
 
     @property
     def decoder_source(self) -> str:
@@ -48,12 +47,12 @@ class PatchesConfig(BlocksConfig, frozen=True, kw_only=True):
         return hears_and_speaks if self.in_thinker else ()
 
     def placed(self, rows: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the rows of a weight table with those of the same modules within the part that thinks."""
+        """Return the rows of a weight table, and for a thinker also the same rows inside its module."""
         return {**rows, **{f"thinker.{row}": target for row, target in rows.items()}} if self.in_thinker else rows
 
     def trunk_weights(self, mlp: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the rows of the patches' embedding and of the blocks. `mlp`: a block's products in the checkpoint,
-        and ours."""
+        """Return the rows of a weight table for the patch embedding and the blocks. `mlp`: the linear layers of a
+        block's MLP, from the checkpoint's names to targets."""
         block, own = "visual.blocks.{i}", "vision.layers.{i}"
         return {
             "visual.patch_embed.proj": "vision.patches",
@@ -69,14 +68,15 @@ class PatchesConfig(BlocksConfig, frozen=True, kw_only=True):
 def stretched(
     learned: Tensor, places: Tensor, sizes: Tensor, mode: Literal["bicubic", "bilinear"], *, corners: bool = False
 ) -> Tensor:
-    """Return positions of the patches [T, hidden], by interpolation in the stretched grid of learned ones [side *
-    side, hidden]. places and sizes [T, 2]: a patch's row and column, and how many patches its image has along them.
-    `corners`: the grid's outer points lie in the middle of the outer patches, and not of its own cells."""
+    """Return float32 positions of the patches [T, hidden], interpolated from a square grid of learned ones [side *
+    side, hidden] that is stretched over each image. places and sizes [T, 2]: a patch's row and column, and its image's
+    numbers of rows and columns. `corners`: whether the grid's outer points are aligned with the centres of the outer
+    patches."""
     side = math.isqrt(len(learned))
     share = places / (sizes - 1).clamp(min=1) if corners else (places + 0.5) / sizes
     along = share * 2 - 1
     table = learned.float().view(side, side, -1).permute(2, 0, 1)[None]
-    # Columns come first.
+    # grid_sample takes columns first.
     sampled = F.grid_sample(
         table, along.flip(-1)[None, :, None], mode=mode, align_corners=corners, padding_mode="border"
     )

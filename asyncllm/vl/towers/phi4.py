@@ -1,5 +1,5 @@
-"""The tower of Phi-4-multimodal (Abouelenin et al., 2025): SigLIP over tiles and the whole, whose patches do not see
-padding; the means of squares of them, a learned end of each row and a separator, and an MLP over all of it."""
+"""The tower of Phi-4-multimodal (Abouelenin et al., 2025): SigLIP over the tiles and the whole image with padding
+masked, means of squares of patches, a learned end of each row, a learned separator, and an MLP over all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import TowerConfig, VisionTower
 from asyncllm.vl.towers.clip import ClipConfig, ClipEncoder, clip_weights, share_places
-from asyncllm.vl.towers.parts import Dense, Table, fold_squares
+from asyncllm.vl.towers.parts import Dense, Table, fold_squares, join_tiles, with_row_ends
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["Phi4VisionConfig", "Phi4VisionTower"]
@@ -27,7 +27,7 @@ _NAMES = {
     "vision.projector_1": ("img_projection_up", "img_projection.0"),
     "vision.projector_2": ("img_projection_down", "img_projection.2"),
 }
-"""Ours -> as transformers and its authors call them."""
+"""Target -> the names in transformers' and the authors' checkpoints."""
 
 _LAYER, _OWN = "layers.{i}", "layers.{i}"
 _ADAPTED = {
@@ -36,14 +36,15 @@ _ADAPTED = {
     f"{_LAYER}.mlp.gate_up_proj": f"{_OWN}.mlp.gate_up[gate+up]",
     f"{_LAYER}.mlp.down_proj": f"{_OWN}.mlp.down",
 }
-"""Products of the decoder, which its authors' files have with adapters beside them."""
+"""The decoder's linear layers, which are stored next to their adapters in the authors' files."""
 
 
 class Phi4VisionConfig(TowerConfig, frozen=True, kw_only=True):
-    """An encoder, and after how many of its layers the patches are read."""
+    """An encoder and a projector."""
 
     encoder: ClipConfig
     read_layers: int
+    """Number of layers whose output is read."""
 
     def build(self, hidden_size: int) -> Phi4VisionTower:
         return Phi4VisionTower(self, hidden_size)
@@ -84,7 +85,7 @@ class Phi4VisionTower(VisionTower):
         return list(torch.split(features, [len(each) for each in joined]))
 
     def _filled(self, image: PromptImage) -> list[tuple[int, int]]:
-        """Return rows and columns of the patches that are the image's, of the whole and of each tile."""
+        """Return the rows and columns of patches that are not padding, for the whole and for each tile."""
         side, (filled,), (rows, columns) = self.config.encoder.side, image.pictures, image.tiles
         down, across = (
             [max(0, min(side, own - side * number)) for number in range(count)]
@@ -93,34 +94,31 @@ class Phi4VisionTower(VisionTower):
         return [(side, side), *((row, column) for row in down for column in across)]
 
     def _patches(self, tiles: Tensor, filled: Sequence[tuple[int, int]]) -> Tensor:
-        """tiles [N, 3, size, size] -> hidden states of their patches [N, patches, hidden]."""
+        """Return the hidden states [N, patches, hidden] of tiles [N, 3, size, size]. `filled`: as `_filled`."""
         side, count = self.config.encoder.side, self.config.read_layers
         places = torch.zeros(len(tiles), side, side, dtype=torch.long)
-        seen = torch.zeros(len(tiles), side, side, dtype=torch.bool)
-        for own, shown, (rows, columns) in zip(places, seen, filled, strict=True):
+        mask = torch.zeros(len(tiles), side, side, dtype=torch.bool)
+        for own_places, own_mask, (rows, columns) in zip(places, mask, filled, strict=True):
             row, column = share_places(max(rows, 1), side), share_places(max(columns, 1), side)
-            own[:rows, :columns] = row[:rows, None] * side + column[:columns]
-            shown[:rows, :columns] = True
-        places, seen = places.flatten(1).to(tiles.device), seen.flatten(1)
-        # Nothing of a tile without a patch of the image is read, so that its patches may see anything.
-        seen |= ~seen.any(1, keepdim=True)
-        whole = seen.all(1)
+            own_places[:rows, :columns] = row[:rows, None] * side + column[:columns]
+            own_mask[:rows, :columns] = True
+        places, mask = places.flatten(1).to(tiles.device), mask.flatten(1)
+        # The output of a tile that is all padding is dropped, so its mask may be full, which avoids an empty softmax.
+        mask |= ~mask.any(1, keepdim=True)
+        whole = mask.all(1)
         hidden = torch.empty(len(tiles), side**2, self.config.encoder.hidden_size, dtype=tiles.dtype).to(tiles.device)
         for index in (whole.nonzero()[:, 0], (~whole).nonzero()[:, 0]):
             if len(index):
-                shown, own = seen[index], index.to(tiles.device)
-                visible = None if shown.all() else shown.to(tiles.device)
-                hidden[own] = self.encoder(tiles[own], count, places[own], visible)
+                masks, rows_of = mask[index], index.to(tiles.device)
+                attended = None if masks.all() else masks.to(tiles.device)
+                hidden[rows_of] = self.encoder(tiles[rows_of], count, places[rows_of], attended)
         return hidden
 
     def _joined(self, tokens: Tensor, image: PromptImage) -> Tensor:
-        """tokens [1 + rows * columns, tokens, hidden], the whole first -> rows of the tiles, then of the whole."""
+        """Join tokens [1 + rows * columns, tokens, hidden], the whole first, to the rows of the tiles, a separator and
+        the rows of the whole [length, hidden]."""
         side, (rows, columns) = self.config.encoder.side // FOLD, image.tiles
         down, across = (-(-each // FOLD) for each in image.pictures[0])
-        squares = tokens[1:].view(rows, columns, side, side, -1).transpose(1, 2)
-        picture = squares.reshape(rows * side, columns * side, -1)[:down, :across]
-        return torch.cat([self._lines(picture), self.separator()[0], self._lines(tokens[0].view(side, side, -1))])
-
-    def _lines(self, picture: Tensor) -> Tensor:
-        """picture [rows, columns, hidden] -> [tokens, hidden], each row with its end."""
-        return torch.cat([picture, self.row_end()[0].expand(len(picture), -1, -1)], 1).flatten(0, 1)
+        tiles, whole = join_tiles(tokens[1:], rows, columns)[:down, :across], tokens[0].view(side, side, -1)
+        row_end = self.row_end().flatten()
+        return torch.cat([with_row_ends(tiles, row_end), self.separator()[0], with_row_ends(whole, row_end)])

@@ -1,5 +1,5 @@
-"""The tower of Pixtral (Agrawal et al., 2024), of Mistral 3 and of LightOnOCR: images of any size, whose patches are
-turned by their row and column. The last two make one token of a square of patches."""
+"""The tower of Pixtral (Agrawal et al., 2024), Mistral 3 and LightOnOCR: a transformer over images of any size with
+two-dimensional rotary positions. The last two merge squares of patches into tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncllm.vl.tower import VisionTower
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, PatchEmbedding, TowerActivation
 from asyncllm.vl.towers.patches import BlocksConfig
-from asyncllm.vl.towers.squares import PatchBlocks, turned_by
+from asyncllm.vl.towers.squares import PatchBlocks, rotation_by
 from asyncllm.vl.towers.uploads import upload_pixels
 
 __all__ = ["PixtralConfig", "PixtralTower"]
@@ -24,20 +24,20 @@ EPS = 1e-5
 
 
 class PixtralConfig(BlocksConfig, frozen=True, kw_only=True):
-    """A transformer over patches, and a projector."""
+    """A transformer over patches and a projector."""
 
     read_layers: int
-    """After how many layers the hidden states are read."""
+    """Number of layers whose output is read."""
     theta: float
     activation: TowerActivation
     merge: int = 1
     """Patches along a side of the square that becomes a token."""
     merge_eps: float | None = None
-    """Of the norm in front of the merger; None: there are neither."""
+    """Epsilon of the norm before the merger, or None without both."""
     bias: bool
     projector_activation: TowerActivation
     names: tuple[str, str] = ("vision_tower", "multi_modal_projector")
-    """Of the checkpoint's modules: the transformer and the projector."""
+    """The checkpoint's modules of the transformer and of the projector."""
 
     def build(self, hidden_size: int) -> PixtralTower:
         return PixtralTower(self, hidden_size)
@@ -86,8 +86,7 @@ class PixtralTower(VisionTower):
         return list(torch.split(x, [image.num_features for image in images]))
 
     def _squares(self, x: Tensor, grids: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Tensor:
-        """Return x [T, hidden] as squares [T / merge^2, hidden * merge^2], a square's patches side by side in each
-        feature."""
+        """Return x [T, hidden] as squares [T / merge^2, hidden * merge^2], ordered by feature, then by patch."""
         merge = self.config.merge
         parts = [
             part.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3).flatten(0, 1).flatten(1)
@@ -96,7 +95,7 @@ class PixtralTower(VisionTower):
         return torch.cat(parts)
 
     def _rotation(self, grids: Sequence[tuple[int, int]], device: torch.device) -> Rotation:
-        """Return how far each patch is turned: every other frequency is the row's, those between the column's."""
+        """Return the rotation of each patch: even frequencies by the row, odd ones by the column."""
         size = self.config.hidden_size // self.config.num_heads
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
         frequencies = 1.0 / self.config.theta**exponents
@@ -105,4 +104,4 @@ class PixtralTower(VisionTower):
             row = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies[0::2]
             column = torch.arange(columns, dtype=torch.float32, device=device)[:, None] * frequencies[1::2]
             angles.append(torch.cat([row.repeat_interleave(columns, 0), column.repeat(rows, 1)], -1))
-        return turned_by(torch.cat(angles))
+        return rotation_by(torch.cat(angles))

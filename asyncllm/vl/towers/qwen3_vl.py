@@ -1,6 +1,6 @@
-"""The tower of Qwen3-VL: Qwen2-VL's patches with learned positions besides, and what several of its layers see.
+"""The tower of Qwen3-VL: Qwen2-VL's patches with learned positions as well, read after several layers.
 
-The decoder's first layers get the features of inner layers added to their outputs (DeepStack: Meng et al., 2024).
+Features of inner layers are added to the outputs of the decoder's first layers (DeepStack: Meng et al., 2024).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.parts import PatchEmbedding, Table
 from asyncllm.vl.towers.patches import PatchesConfig, stretched
-from asyncllm.vl.towers.squares import EPS, PatchBlocks, SquareMerger, in_time, show_squares, square_rotation
+from asyncllm.vl.towers.squares import EPS, PatchBlocks, SquareMerger, in_time, square_inputs, square_rotation
 
 __all__ = ["Qwen3VLConfig", "Qwen3VLTower"]
 
 
 class Qwen3VLConfig(PatchesConfig, frozen=True, kw_only=True):
     side: int
-    """Of the square grid of learned positions, which is stretched over an image."""
+    """Side of the square grid of learned positions, which is interpolated over an image."""
     deep_layers: tuple[int, ...]
-    """Layers whose outputs the decoder's first layers see, in their order."""
+    """Layers whose outputs are added to those of the decoder's first layers, in this order."""
 
     def build(self, hidden_size: int) -> Qwen3VLTower:
         return Qwen3VLTower(self, hidden_size)
@@ -44,8 +44,8 @@ class Qwen3VLConfig(PatchesConfig, frozen=True, kw_only=True):
         return self.placed(rows)
 
 
-class Qwen3VLTower(PlannedTower):
-    """Its features have the decoder's width several times: what is merged, and what each first layer adds."""
+class Qwen3VLTower(CapturableTower):
+    """Returns features for the embeddings and for each of the decoder's first `num_deep` layers, concatenated."""
 
     def __init__(self, config: Qwen3VLConfig, hidden_size: int) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class Qwen3VLTower(PlannedTower):
             SquareMerger(size, square, hidden_size, eps=EPS, joined=True) for _ in config.deep_layers
         )
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
-        return show_squares(images, self.config, self.positions.weight.device)
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
+        return square_inputs(images, self.config, self.positions.weight.device)
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         config = self.config
-        (pixels, places, sizes), (whole,) = shown
+        (pixels, places, sizes), (whole,) = inputs
         x = self.patches(in_time(pixels, config.frames))
         learned = stretched(self.positions(), places.flatten(0, 1), sizes, "bilinear", corners=True)
         x = x + learned.to(x.dtype)

@@ -20,9 +20,9 @@ __all__ = ["NUM_QUERIES", "QwenVisualConfig", "QwenVisualTower"]
 
 EPS = 1e-6
 NUM_QUERIES = 256
-"""And as many learned positions, which are stretched over the patches."""
+"""Number of queries and of learned positions, which are interpolated over the patches."""
 HEAD_SIZE = 128
-"""Of the resampler."""
+"""Size of the resampler's heads."""
 
 
 class QwenVisualConfig(TowerConfig, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class QwenVisualTower(VisionTower):
 
     def _block(self) -> Block:
         config, attention = self.config, Attention(self.config.hidden_size, self.config.num_heads)
-        # Files have queries, keys and values by head.
+        # The files interleave queries, keys and values by head.
         attention.qkv.stored_kv_heads = config.num_heads
         return Block(attention, config.hidden_size, config.intermediate_size, activation="gelu", eps=EPS)
 
@@ -95,7 +95,7 @@ class QwenVisualTower(VisionTower):
         return list(features.unbind())
 
     def _stretched(self, positions: Tensor) -> Tensor:
-        """positions [queries, size] of a square grid -> the patches' [patches, size], by cubic interpolation."""
+        """Interpolate positions [queries, size] of a square grid to the patches' [patches, size], bicubically."""
         side, own = self.config.side, math.isqrt(len(positions))
         if side == own:
             return positions

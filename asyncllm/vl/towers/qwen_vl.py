@@ -1,7 +1,7 @@
 """The towers of Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025): images of any size.
 
-Patches come in the order of squares of merged ones, are turned by their row and column, and attend within their image:
-in Qwen2.5-VL most layers within windows of it. A square becomes one token.
+Patches are ordered by squares, have two-dimensional rotary positions, and attend within their image, or in most layers
+of Qwen2.5-VL within windows of it. A square of patches becomes one token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncllm.kernels import split_segments
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import PlannedTower, Shown
+from asyncllm.vl.tower import CapturableTower, TowerInputs
 from asyncllm.vl.towers.block import GATED
 from asyncllm.vl.towers.parts import PatchEmbedding
 from asyncllm.vl.towers.patches import PatchesConfig
@@ -36,13 +36,13 @@ __all__ = ["QwenVLConfig", "QwenVLTower"]
 
 class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
     gated: bool
-    """Qwen2.5-VL: gated MLPs and root mean square norms, in the place of plain ones and layer norms."""
+    """Whether MLPs are gated and norms are RMS norms, as in Qwen2.5-VL, rather than plain MLPs and layer norms."""
     window: int | None = None
-    """Merged patches along a side of a window."""
+    """Squares of patches along a side of a window, or None without windows."""
     full_layers: frozenset[int] = frozenset()
-    """Layers without windows, if others have them."""
+    """Layers that attend to the whole image although others have windows."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, if several of queries share one (EXAONE 4.5)."""
+    """Number of key and value heads, if fewer than query heads (EXAONE 4.5)."""
 
     def build(self, hidden_size: int) -> QwenVLTower:
         return QwenVLTower(self, hidden_size)
@@ -60,11 +60,11 @@ class QwenVLConfig(PatchesConfig, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> Sequence[str]:
-        # Layers that guess further tokens.
+        # The layers for multi-token prediction.
         return [*super().unused, *(() if self.num_kv_heads is None else ("mtp",))]
 
 
-class QwenVLTower(PlannedTower):
+class QwenVLTower(CapturableTower):
     def __init__(self, config: QwenVLConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -76,7 +76,7 @@ class QwenVLTower(PlannedTower):
         )
         self.merger = SquareMerger(size, config.merge**2, hidden_size, eps=EPS, norm=norm)
 
-    def show(self, images: Sequence[PromptImage]) -> Shown:
+    def upload_inputs(self, images: Sequence[PromptImage]) -> TowerInputs:
         device, merge = self.merger.first.weight.device, self.config.merge
         grids, square = grids_of(images, merge), merge**2
         order, windows = _windows(grids, self.config.window)
@@ -84,11 +84,11 @@ class QwenVLTower(PlannedTower):
         whole = split_segments([rows * columns * square for rows, columns in grids], device)
         parts = split_segments([count * square for count in windows], device)
         pixels = pixels_of(images, self.config.frames)
-        return Shown(tuple(upload(each, device) for each in (pixels, order, places)), (whole, parts))
+        return TowerInputs(tuple(upload(each, device) for each in (pixels, order, places)), (whole, parts))
 
-    def look(self, shown: Shown) -> Tensor:
+    def encode_inputs(self, inputs: TowerInputs) -> Tensor:
         config, size, square = self.config, self.config.hidden_size, self.config.merge**2
-        (pixels, order, places), (whole, parts) = shown
+        (pixels, order, places), (whole, parts) = inputs
         x = self.patches(in_time(pixels, config.frames)).view(-1, square, size)[order].flatten(0, 1)
         rotation = square_rotation(places, size // config.num_heads)
         for number, layer in enumerate(self.layers):
@@ -101,7 +101,8 @@ class QwenVLTower(PlannedTower):
 
 
 def _windows(grids: Sequence[tuple[int, int]], window: int | None) -> tuple[Tensor, list[int]]:
-    """Return the merged patches of all images in the order of their windows, and how many each window has."""
+    """Return the indices of the squares of all images in the order of their windows, and each window's number of
+    squares."""
     order: list[Tensor] = []
     counts: list[int] = []
     start = 0

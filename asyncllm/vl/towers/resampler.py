@@ -1,5 +1,5 @@
-"""Resampler: learned queries that read a picture's features, of which there are then as many, whatever its size
-(Bai et al., 2023)."""
+"""Resampler: cross attention of learned queries over a picture's features, which yields a fixed number of features (Bai
+et al., 2023)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THETA = 10000.0
 
 
 class Resampler(Layer):
-    """x [N, T, in] -> [N, queries, size], by one cross attention."""
+    """Maps x [N, T, in] to [N, queries, size] by one cross attention."""
 
     def __init__(self, num_queries: int, in_size: int, size: int, num_heads: int, eps: float) -> None:
         super().__init__()
@@ -30,7 +30,8 @@ class Resampler(Layer):
         self.qkv, self.out = Dense(size, 3 * size), Dense(size, size)
 
     def forward(self, x: Tensor, key_positions: Tensor, query_positions: Tensor | None = None) -> Tensor:
-        """`key_positions` [T, size] and `query_positions` [queries, size] are added to what scores are made of."""
+        """Resample x [N, T, in]. `key_positions` [T, size] and `query_positions` [queries, size] are added to keys and
+        queries."""
         values: Tensor = self.value_norm(x if self.values is None else self.values(x))
         queries: Tensor = self.query_norm(self.query())
         if query_positions is not None:
@@ -46,12 +47,12 @@ class Resampler(Layer):
         return attended
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return x [N, T, size] by heads [N, heads, T, size / heads]."""
+        """Split x [N, T, size] into heads [N, heads, T, size / heads]."""
         return x.view(*x.shape[:2], self._num_heads, -1).transpose(1, 2)
 
 
 def resampler_weights(source: str, target: str) -> Mapping[str, str]:
-    """Return the rows of a weight table for the resampler at `target`; `source` is where the checkpoint has it."""
+    """Return the rows of a weight table from the checkpoint's module `source` to the resampler at `target`."""
     return {
         f"{source}.query": f"{target}.query:weight",
         f"{source}.kv_proj": f"{target}.values",
@@ -64,8 +65,8 @@ def resampler_weights(source: str, target: str) -> Mapping[str, str]:
 
 
 def plane_waves(rows: int, columns: int, size: int, device: torch.device) -> Tensor:
-    """Return the sines and cosines of each place of a grid [rows * columns, size] float32: a half of them of its
-    column, a half of its row."""
+    """Return two-dimensional sinusoidal positions of a grid [rows * columns, size] float32: the first half for the
+    column, the second for the row."""
     frequencies = 1.0 / THETA ** (torch.arange(size // 4, dtype=torch.float32, device=device) / (size / 4))
     waves = [
         torch.cat([angles.sin(), angles.cos()], -1)

@@ -1,5 +1,5 @@
-"""SAM's image encoder (Kirillov et al., 2023): most layers attend within windows, and scores have learned parts
-for how far apart two patches are in rows and in columns."""
+"""SAM's image encoder (Kirillov et al., 2023): most layers attend within windows, and scores have learned biases for
+the distance of two patches in rows and in columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SamConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int
     """Patches along a side of a window."""
     global_layers: tuple[int, ...]
-    """Those without windows."""
+    """Layers that attend to the whole picture."""
     eps: float
     activation: TowerActivation
     qkv_bias: bool
@@ -45,9 +45,9 @@ class SamConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamEncoder(Layer):
-    """pixels [N, 3, size, size] -> hidden states of its first layer without windows and of its last, each
-    [N, side, side, hidden], the latter through the neck [N, channels, side, side]. For pictures of another size than
-    the config's, what is learned of places is stretched."""
+    """Encodes pixels [N, 3, size, size] as the output of the first global layer [N, side, side, hidden], and that of
+    the last layer after the neck [N, channels, side, side]. Learned positions and biases are interpolated for pictures
+    of another size than the config's."""
 
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SamEncoder(Layer):
 
 
 class SamNeck(Layer):
-    """x [N, side, side, hidden] -> [N, channels, side, side]."""
+    """Maps x [N, side, side, hidden] to [N, channels, side, side] by two convolutions."""
 
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SamNeck(Layer):
 
 
 class _Block(Layer):
-    """A block over patches [N, side, side, hidden], norms first. `window`: None for attention over all of them."""
+    """A pre-norm block over patches [N, side, side, hidden]. `window`: None for global attention."""
 
     def __init__(self, config: SamConfig, window: int | None) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Block(Layer):
         return x
 
     def _in_windows(self, x: Tensor, window: int) -> Tensor:
-        """Attend within windows. The last ones are filled up with zeros, which are seen as other patches are."""
+        """Attend within windows. The last windows are padded with zeros, which are attended to like other patches."""
         count, side = x.shape[:2]
         number = -(-side // window)
         more = number * window - side
@@ -124,7 +124,7 @@ class _Block(Layer):
         return out.reshape(count, number * window, number * window, -1)[:, :side, :side]
 
     def _attended(self, x: Tensor) -> Tensor:
-        """Return what the patches of x [N, side, side, hidden] attend to, of its shape."""
+        """Return the attention of the patches of x [N, side, side, hidden] over each other, in x's shape."""
         count, side = x.shape[:2]
         qkv = self.qkv(x).view(count, side * side, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -140,7 +140,7 @@ class _Block(Layer):
 
 
 def _for_side(learned: Tensor, side: int) -> Tensor:
-    """Return what is learned of distances [D, size] for so many patches along a side [2 * side - 1, size]."""
+    """Interpolate learned biases of distances [D, size] for `side` patches along a side [2 * side - 1, size]."""
     if len(learned) == 2 * side - 1:
         return learned
     stretched = F.interpolate(learned.float().T[None], 2 * side - 1, mode="linear")
@@ -148,8 +148,8 @@ def _for_side(learned: Tensor, side: int) -> Tensor:
 
 
 class Convolution(Table):
-    """x [N, in, height, width] -> [N, out, height, width], divided by `stride`; windows of an odd size, padded with
-    zeros, no bias."""
+    """A convolution from [N, in, height, width] to [N, out, height / stride, width / stride], with an odd window, zero
+    padding and no bias."""
 
     def __init__(self, in_channels: int, out_channels: int, window: int, *, stride: int = 1) -> None:
         super().__init__(out_channels, in_channels, window, window)
@@ -157,14 +157,14 @@ class Convolution(Table):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         window, sides = self.weight.shape[-1], [-(-side // self._stride) for side in x.shape[2:]]
-        # A matrix product keeps float32, which cuDNN's convolutions round to TF32 unless a program-wide switch is set.
+        # A matrix product keeps float32, which cuDNN's convolutions round to TF32 unless a process-wide flag is set.
         columns = F.unfold(x, window, padding=window // 2, stride=self._stride)
         out: Tensor = (self.weight.flatten(1) @ columns).view(len(x), -1, *sides)
         return out
 
 
 def sam_weights(source: str, target: str) -> Mapping[str, str]:
-    """Return the rows of a weight table for the encoder at `target`; `source` is where the checkpoint has it."""
+    """Return the rows of a weight table from the checkpoint's module `source` to the encoder at `target`."""
     layer, own = f"{source}.layers.{{i}}", f"{target}.layers.{{i}}"
     return {
         f"{source}.patch_embed.projection": f"{target}.patches",
@@ -182,8 +182,8 @@ def sam_weights(source: str, target: str) -> Mapping[str, str]:
 
 
 def original_sam_weights(source: str, target: str, early_neck: str | None = None) -> Mapping[str, str]:
-    """Return the rows as `sam_weights`, under the names of DeepSeek's authors. DeepSeek-VL's module has a second
-    neck."""
+    """Return the rows as `sam_weights` under the names of DeepSeek's authors. `early_neck`: the target of DeepSeek-VL's
+    second neck."""
     block, own = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
     necks = {"neck": f"{target}.neck"} | ({} if early_neck is None else {"neck_hd": early_neck})
     inner = {"0": "conv_1", "1": "norm_1", "2": "conv_2", "3": "norm_2"}
@@ -203,12 +203,12 @@ def original_sam_weights(source: str, target: str, early_neck: str | None = None
 
 
 def neck_weights(source: str, target: str) -> Mapping[str, str]:
-    """Return the rows for the neck at `target`."""
+    """Return the rows of a weight table from the checkpoint's module `source` to the neck at `target`."""
     names = {"conv": "conv_", "layer_norm": "norm_"}
     return {f"{source}.{name}{n}": f"{target}.{own}{n}" for name, own in names.items() for n in (1, 2)}
 
 
 def _by_channel(norm: LayerNorm, x: Tensor) -> Tensor:
-    """Norm x [N, channels, height, width] over its channels."""
+    """Normalize x [N, channels, height, width] over its channels."""
     normed: Tensor = norm(x.permute(0, 2, 3, 1).contiguous())
     return normed.permute(0, 3, 1, 2)

@@ -1,5 +1,5 @@
-"""The common parts of towers over patches of images of any size: blocks whose patches are turned by their places, and
-squares of patches that become tokens."""
+"""Common parts of towers over images of any size: blocks with two-dimensional rotary positions, and the merging of
+squares of patches into tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import Norm
 from asyncllm.prompt_image import PromptImage
-from asyncllm.vl.tower import Shown
+from asyncllm.vl.tower import TowerInputs
 from asyncllm.vl.towers.block import GatedMLP, JoinedQKV
 from asyncllm.vl.towers.parts import ACTIVATIONS, Dense, TowerActivation
 from asyncllm.vl.towers.patches import BlocksConfig, PatchesConfig
@@ -30,30 +30,31 @@ __all__ = [
     "grids_of",
     "in_time",
     "pixels_of",
-    "show_squares",
+    "rotation_by",
+    "square_inputs",
     "square_places",
     "square_rotation",
-    "turned_by",
 ]
 
 EPS = 1e-6
 THETA = 10000.0
 
 
-def show_squares(images: Sequence[PromptImage], config: PatchesConfig, device: torch.device) -> Shown:
-    """Upload the pixels of all images, their patches' rows and columns [squares, merge * merge, 2], and how many
-    patches a patch's image has along them [T, 2]. The patches of an image see each other."""
+def square_inputs(images: Sequence[PromptImage], config: PatchesConfig, device: torch.device) -> TowerInputs:
+    """Upload the pixels of all images, the row and column of each patch [squares, merge * merge, 2], and the rows and
+    columns of each patch's image [T, 2]. The patches of an image attend to each other."""
     merge = config.merge
     grids = grids_of(images, merge)
     lengths = [rows * columns * merge**2 for rows, columns in grids]
     sizes = torch.tensor(grids).repeat_interleave(torch.tensor(lengths), 0) * merge
     tensors = (pixels_of(images, config.frames), square_places(grids, merge), sizes)
-    return Shown(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
+    return TowerInputs(tuple(upload(each, device) for each in tensors), (split_segments(lengths, device),))
 
 
 def grids_of(images: Sequence[PromptImage], merge: int = 1) -> list[tuple[int, int]]:
-    """Return rows and columns of the tokens of all images; a video is as many as it has steps, as these do not see each
-    other. `merge`: patches along a side of a token's square, for images whose tokens follow one another."""
+    """Return the rows and columns of the tokens of all images. Each step of a video counts as an image, since steps do
+    not attend to each other. `merge`: patches along a side of a token's square, for images with consecutive
+    positions."""
     flat = {id(image): [(rows // merge, columns // merge) for rows, columns in image.pictures] for image in images}
     return [
         each for image in images for each in ([image.grid] * image.steps if image.grid is not None else flat[id(image)])
@@ -61,8 +62,8 @@ def grids_of(images: Sequence[PromptImage], merge: int = 1) -> list[tuple[int, i
 
 
 def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
-    """Return the patches of all images, [T, 3, patch * patch], or [T, 3, frames, patch * patch] where a video is among
-    them: its patches go through time, and one of an image is as many equal frames."""
+    """Return the patches of all images [T, 3, patch * patch], or [T, 3, frames, patch * patch] if a video is among
+    them; an image's patches are then repeated over the frames."""
     pixels = [torch.from_numpy(image.pixels) for image in images]
     if any(each.ndim == 4 for each in pixels):
         pixels = [in_time(each, frames).view(len(each), 3, frames, -1) for each in pixels]
@@ -70,12 +71,13 @@ def pixels_of(images: Sequence[PromptImage], frames: int) -> Tensor:
 
 
 def in_time(pixels: Tensor, frames: int) -> Tensor:
-    """pixels of `pixels_of` -> whole patches [T, 3 * frames * patch * patch]."""
+    """Return the result of `pixels_of` as flat patches over all frames [T, 3 * frames * patch * patch]."""
     return (pixels if pixels.ndim == 4 else pixels[:, :, None].expand(-1, -1, frames, -1)).flatten(1)
 
 
 def square_places(grids: Sequence[tuple[int, int]], merge: int) -> Tensor:
-    """Return the row and column of each patch, in the order of squares of merged ones: [squares, merge * merge, 2]."""
+    """Return the row and column of each patch, ordered by the squares that are merged, [squares, merge * merge, 2].
+    `grids`: rows and columns of squares of each image."""
     inner = torch.arange(merge)
     inner_row, inner_column = inner.repeat_interleave(merge), inner.repeat(merge)
     places = []
@@ -88,21 +90,23 @@ def square_places(grids: Sequence[tuple[int, int]], merge: int) -> Tensor:
 
 
 def square_rotation(places: Tensor, head_dim: int) -> Rotation:
-    """Return how far patches at these places [..., 2] are turned: half of the pairs by the row, half by the column."""
+    """Return the rotation of patches at these rows and columns [..., 2]: half of the pairs by the row, half by the
+    column."""
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=places.device) / (head_dim // 2)
-    return turned_by((places.flatten(0, -2)[..., None].float() / THETA**exponents).flatten(1))
+    return rotation_by((places.flatten(0, -2)[..., None].float() / THETA**exponents).flatten(1))
 
 
-def turned_by(angles: Tensor) -> Rotation:
+def rotation_by(angles: Tensor) -> Rotation:
     """Return the rotation by these angles [T, pairs]."""
     cos, sin = angles[:, None].cos(), angles[:, None].sin()
     return Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
 
 class PatchBlock(Layer):
-    """A block over patches that are turned by their places, norms first. `gated`: of its MLP. `interleaved`: neighbours
-    among a head's features are turned together, instead of those half a head apart. `head_norms`: each head's queries
-    and keys are normed before they are turned. `num_kv_heads`: heads of keys and values, if fewer."""
+    """A pre-norm block over patches with rotary positions. `gated`: whether its MLP is gated. `interleaved`: whether
+    adjacent features of a head are rotated together, rather than those half a head apart. `head_norms`: whether queries
+    and keys are normalized per head before they are rotated. `num_kv_heads`: number of key and value heads, if
+    fewer."""
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class PatchBlock(Layer):
         self._activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> Tensor:
-        """x [T, hidden], of segments that attend to themselves -> the same."""
+        """Compute the block for x [T, hidden], whose segments attend to themselves."""
         heads, shared = self.num_heads, self.num_kv_heads
         qkv = self.qkv(self.attn_norm(x)).view(len(x), heads + 2 * shared, -1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -154,22 +158,23 @@ class PatchBlock(Layer):
 
 
 class PatchBlocks(nn.ModuleList):
-    """The blocks of a tower, one after the other."""
+    """The blocks of a tower in sequence."""
 
     def __init__(self, config: BlocksConfig, **options: Any) -> None:
-        """`options`: as `PatchBlock` takes them."""
+        """`options`: the keyword arguments of `PatchBlock`."""
         size, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
         super().__init__(PatchBlock(size, inner, heads, **options) for _ in range(config.num_layers))
 
     def forward(self, x: Tensor, rotation: Rotation, segments: Segments, count: int | None = None) -> Tensor:
-        """Do as each block does, `count` of them if not all."""
+        """Apply the first `count` blocks, or all."""
         for block in islice(self, count):
             x = block(x, rotation, segments)
         return x
 
 
 class SquareMerger(Layer):
-    """x [T, hidden] -> a token for each square [T / square, out]. `joined`: the norm is of whole squares."""
+    """Merges each square of patches x [T, hidden] into a token [T / square, out]. `joined`: whether the norm is over
+    whole squares rather than patches."""
 
     def __init__(
         self,

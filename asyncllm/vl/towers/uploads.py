@@ -1,4 +1,4 @@
-"""Copies of what towers read to their device, for which the event loop does not wait."""
+"""Uploads of a tower's inputs to its device, which do not block the calling thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["upload", "upload_pixels"]
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device. Its copy waits for the stream's earlier work, the caller does not."""
+    """Copy a host tensor to the device. The copy waits for the stream's earlier work; the caller does not."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload_pixels(images: Sequence[PromptImage], like: Tensor) -> Tensor:
-    """Return the pixels of all images, one behind the other, of the type and on the device of `like`.
+    """Return the concatenated pixels of all images in the dtype and on the device of `like`.
 
-    They are rounded to its type on the host, where they go through pinned memory: from other memory a copy holds its
-    thread up until the stream has come to it.
+    They are converted on the host into pinned memory; a copy from other memory would block the thread until the stream
+    reaches it.
     """
     pixels = [torch.from_numpy(image.pixels) for image in images]
     shape = (sum(len(each) for each in pixels), *pixels[0].shape[1:])

@@ -1,5 +1,5 @@
-"""Images in about their own size for MoonViT: scaled down where they have too many patches, and filled up with black to
-whole squares of patches (Kimi-VL)."""
+"""Images in about their native size for Kimi-VL's MoonViT: downscaled if they have too many patches, and padded with
+black to whole squares of patches."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from PIL import Image
 from asyncllm.errors import InvalidMessage
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, canvas_of, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import canvas_of, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["BoundedNativeProcessor", "NativeProcessor"]
+__all__ = ["KimiK25Processor", "KimiVlProcessor"]
 
 MAX_SIDE = 511
-"""Patches."""
+"""Maximum number of patches along a side of an image for Kimi-VL."""
 
 
-class NativeProcessor(ImageProcessor):
-    """Patches [count, 3, patch * patch] in the order of the squares that become a token each."""
+class KimiVlProcessor(ImageProcessor):
+    """Pixels [patches, 3, patch * patch], ordered by the squares of patches that become a token each."""
 
     placeholder = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
     most_side = MAX_SIDE
-    """Patches along a side."""
+    """Maximum number of patches along a side of an image."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int) -> None:
-        """`merge`: patches along a side of a square. `most`: patches of an image."""
+        """`merge`: patches along a side of a square. `most`: maximum number of patches of an image."""
         self.settings, self.token_id, self._patch, self._merge = settings, token_id, patch, merge
         self._most = most
 
@@ -69,15 +71,15 @@ class NativeProcessor(ImageProcessor):
         return canvas
 
 
-class BoundedNativeProcessor(NativeProcessor):
-    """Images are scaled down so that no side has too many patches either (Kimi-K2.5)."""
+class KimiK25Processor(KimiVlProcessor):
+    """Also downscales images with too many patches along a side (Kimi-K2.5)."""
 
     placeholder = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
     def __init__(
         self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int, longest: int
     ) -> None:
-        """`longest`: most patches along a side."""
+        """`longest`: maximum number of patches along a side."""
         super().__init__(settings, token_id=token_id, patch=patch, merge=merge, most=most)
         self._longest, self.most_side = longest, -(-longest // merge) * merge
 

@@ -1,5 +1,5 @@
-"""Slices for MiniCPM-V: the whole of an image in about a slice's area, and slices in the grid whose ratio is nearest to
-the image's, all in whole patches and none of them bent (Xu et al., 2024: LLaVA-UHD)."""
+"""Slices for MiniCPM-V: the whole image in about a slice's area, and slices in the grid whose ratio is nearest to the
+image's, all in whole patches and with about the image's ratio (LLaVA-UHD: Xu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from PIL import Image
 from asyncllm.prompt_image import ImageProcessor, PromptImage
 from asyncllm.text.image_marks import INDEX_MARK
 from asyncllm.vl.loading import load_image
-from asyncllm.vl.processing.settings import PictureSettings, Pixels, digest_of, refuse_options, resized
+from asyncllm.vl.processing.options import refuse_options
+from asyncllm.vl.processing.pictures import Pixels, crops_of, digest_of, resized
+from asyncllm.vl.processing.settings import PictureSettings
 
-__all__ = ["SliceProcessor"]
+__all__ = ["MiniCpmVProcessor"]
 
 MAX_SLICES = 128
 
@@ -23,12 +25,13 @@ Size = tuple[float, float]
 """Width and height."""
 
 
-class SliceProcessor(ImageProcessor):
-    """Patches [count, 3 * patch * patch] of all pictures, the whole first. Each picture is a place in the prompt."""
+class MiniCpmVProcessor(ImageProcessor):
+    """Pixels [patches, 3 * patch * patch] of all pictures, the whole first. Each picture has a place of its own in the
+    prompt."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, numbered: bool) -> None:
-        """`tokens`: of a picture. `numbered`: whether the prompt says which image of its own this is, and marks slices
-        as such (2.6), where it else marks them as images within one slice (2.5)."""
+        """`tokens`: tokens of a picture. `numbered`: whether the prompt numbers its images and marks each slice as a
+        slice (2.6), rather than all of them as images within one slice (2.5)."""
         self.settings, self.token_id, self._tokens, self._numbered = settings, token_id, tokens, numbered
         self._patch = settings.integer("patch_size", 14, maximum=1024)
         self._side = settings.integer("scale_resolution", 448, maximum=2**14)
@@ -43,15 +46,10 @@ class SliceProcessor(ImageProcessor):
         size = self._fitted(loaded.size, enlarged=not columns)
         pictures = [self._resized(loaded, *size)]
         if columns:
-            # The image is scaled to a grid of slices of the size that the average of them has.
+            # All slices get the fitted size of the average one.
             average = (_whole(loaded.width, columns) / columns, _whole(loaded.height, rows) / rows)
             width, height = self._fitted(average, enlarged=True)
-            canvas = self._resized(loaded, width * columns, height * rows)
-            pictures += [
-                canvas.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
-                for row in range(rows)
-                for column in range(columns)
-            ]
+            pictures += crops_of(self._resized(loaded, width * columns, height * rows), height, width)
         pixels = np.concatenate([self._patches(each) for each in pictures])
         patch = self._patch
         shapes = tuple((each.height // patch, each.width // patch) for each in pictures)
@@ -66,7 +64,7 @@ class SliceProcessor(ImageProcessor):
         )
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return columns and rows of slices; (0, 0) for an image that is no larger than one."""
+        """Return the columns and rows of slices, or (0, 0) for an image no larger than one slice."""
         count = min(math.ceil(width * height / self._side**2), self._most)
         if count <= 1:
             return 0, 0
@@ -76,7 +74,7 @@ class SliceProcessor(ImageProcessor):
         return min(grids, key=lambda grid: abs(ratio - math.log(grid[0] / grid[1])))
 
     def _fitted(self, size: Size, *, enlarged: bool) -> tuple[int, int]:
-        """Return the width and height in whole patches, of a slice's area at most; or of just that, if `enlarged`."""
+        """Return the width and height in whole patches, of at most a slice's area, or of that area if `enlarged`."""
         width, height = size
         if enlarged or width * height > self._side**2:
             ratio = width / height
@@ -94,7 +92,7 @@ class SliceProcessor(ImageProcessor):
         return np.ascontiguousarray(cut.reshape(rows * columns, -1))
 
     def _text(self, rows: int, columns: int) -> str:
-        """Return what stands for an image that is cut into so many slices."""
+        """Return the placeholder of an image with these rows and columns of slices."""
         whole = "<image><unk></image>"
         if self._numbered:
             whole = f"<image_id>{INDEX_MARK}</image_id>{whole}"
@@ -104,5 +102,5 @@ class SliceProcessor(ImageProcessor):
 
 
 def _whole(length: float, unit: int) -> int:
-    """Return the multiple of the unit that is nearest, one at least."""
+    """Return the nearest multiple of the unit, at least one unit."""
     return max(round(length / unit) * unit, unit)

@@ -1,5 +1,5 @@
-"""The towers of MGM (Li et al., 2024): CLIP sees a picture small, ConvNeXt large; each patch of the former looks up
-what the latter has of its place, and an MLP projects their sum."""
+"""The tower of MGM (Li et al., 2024): CLIP over a small and ConvNeXt over a large version of a picture. Each patch of
+the former attends to the latter's cells at its position ("patch info mining"), and an MLP projects the sum."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from asyncllm.vl.towers.convnext import ConvNextConfig, ConvNextEncoder, convnex
 from asyncllm.vl.towers.parts import Dense
 from asyncllm.vl.towers.uploads import upload
 
-__all__ = ["MiningConfig", "MiningTower"]
+__all__ = ["MgmConfig", "MgmTower"]
 
 EPS = 1e-5
 SMALL, LARGE = "vision_tower.vision_tower", "vision_tower_aux"
 
 
-class MiningConfig(TowerConfig, frozen=True, kw_only=True):
-    """Two encoders, and which of the small one's hidden states is read."""
+class MgmConfig(TowerConfig, frozen=True, kw_only=True):
+    """The two encoders and the small one's tiles."""
 
     small: ClipConfig
     large: ConvNextConfig
     read_layers: int
-    """Layers of the small encoder behind which it is read."""
+    """Number of layers of the small encoder whose output is read."""
     grid: int
-    """Tiles along each side, as which the small encoder is shown the picture."""
+    """Number of tiles along each side, into which the picture is cut for the small encoder."""
     whole: bool
-    """Whether it is shown the whole as well, whose tokens come first."""
+    """Whether the small encoder also encodes the whole picture, whose tokens come first."""
 
-    def build(self, hidden_size: int) -> MiningTower:
-        return MiningTower(self, hidden_size)
+    def build(self, hidden_size: int) -> MgmTower:
+        return MgmTower(self, hidden_size)
 
     @property
     def weights(self) -> Mapping[str, str]:
@@ -64,8 +64,8 @@ class MiningConfig(TowerConfig, frozen=True, kw_only=True):
         return SMALL, f"{SMALL}.vision_model"
 
 
-class MiningTower(VisionTower):
-    def __init__(self, config: MiningConfig, hidden_size: int) -> None:
+class MgmTower(VisionTower):
+    def __init__(self, config: MgmConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
         size, fine = config.small.hidden_size, sum(config.large.sizes)
@@ -78,12 +78,12 @@ class MiningTower(VisionTower):
         self.projector_2 = Dense(hidden_size, hidden_size)
 
     def encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        # One at a time: the large encoder's cells have thousands of channels.
+        # One at a time, since the large encoder's cells have thousands of channels.
         device = self.query.weight.device
         return [self._features(upload(torch.from_numpy(image.pixels), device)) for image in images]
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """pixels [1, 3, size, size] -> [tokens, hidden]."""
+        """Encode pixels [1, 3, size, size] as [tokens, hidden]."""
         config, dtype = self.config, self.query.weight.dtype
         patches = self.small(self._tiles(pixels).to(dtype), config.read_layers)[:, 1:]
         x = patches + self._looked_up(patches, self._cells(pixels.to(dtype)))
@@ -93,7 +93,7 @@ class MiningTower(VisionTower):
         return projected.flatten(0, 1)
 
     def _tiles(self, pixels: Tensor) -> Tensor:
-        """Return what the small encoder is shown, [pictures, 3, size, size], the whole last."""
+        """Return the small encoder's pictures [pictures, 3, size, size], the whole last."""
         grid, side = self.config.grid, self.config.small.image_size
         picture = F.interpolate(pixels, (grid * side, grid * side), mode="bilinear")
         tiles = _tiled(picture, grid)
@@ -102,7 +102,7 @@ class MiningTower(VisionTower):
         return torch.cat([tiles, F.interpolate(picture, (side, side), mode="bilinear")])
 
     def _cells(self, pixels: Tensor) -> Tensor:
-        """Return what the large encoder has of each place of those, [pictures, patches, cells, channels]."""
+        """Return the large encoder's cells at each patch of these pictures, [pictures, patches, cells, channels]."""
         grid, side = self.config.grid, self.config.small.side
         stages = self.large(pixels)
         shape = tuple(stages[0].shape[2:])
@@ -118,7 +118,7 @@ class MiningTower(VisionTower):
         return squares.reshape(count, side**2, step**2, channels)
 
     def _looked_up(self, patches: Tensor, cells: Tensor) -> Tensor:
-        """patches [pictures, patches, hidden] -> the same: each attends to its cells."""
+        """Return the attention of each patch [pictures, patches, hidden] over its cells."""
         queries = self.query(self.query_norm(patches))[:, :, None]
         found = F.scaled_dot_product_attention(
             queries, self.key(self.key_norm(cells)), self.value(self.value_norm(cells))
