@@ -18,7 +18,7 @@ from asyncllm.agent.cache.pool import CPU_POOL_BYTES
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.schedule.waiting_queue import MAX_PASSED, PATIENCE_S
-from asyncllm.models.refused import REFUSED_DECODERS
+from asyncllm.models.refused import REFUSED_TEXT_MODELS
 from asyncllm.models.registry import families
 from asyncllm.testing.faults import Point
 from tests.models import table
@@ -134,7 +134,7 @@ def test_the_page_of_models_is_that_of_the_code() -> None:
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.text(), "run python -m tests.models.table"
     rows = re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", page, re.MULTILINE)
-    assert [name for names, _ in rows for name in re.findall(r"\w+", names)] == [*families(), *REFUSED_DECODERS]
+    assert [name for names, _ in rows for name in re.findall(r"\w+", names)] == [*families(), *REFUSED_TEXT_MODELS]
     assert [name for name, models in rows if not models] == []
 
 

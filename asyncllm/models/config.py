@@ -145,8 +145,12 @@ class HFConfig:
 
     def changed(self, fields: Mapping[str, Any], **settings: Any) -> HFConfig:
         """Return the file with other entries, and other values of the engine's settings."""
-        kept = {"session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor, **settings}
-        return HFConfig({**self.fields, **fields}, source=self.source, **kept)
+        return self.replaced({**self.fields, **fields}, **settings)
+
+    def replaced(self, fields: Mapping[str, Any], **settings: Any) -> HFConfig:
+        """Return a file of these entries alone, and of the same settings unless others are given."""
+        kept = {"source": self.source, "session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor}
+        return HFConfig(fields, **{**kept, **settings})
 
     def named(self, words: Mapping[str, str]) -> HFConfig:
         """Return the file with the entries in `words`, old name -> usual name, available under the usual names too."""

@@ -30,10 +30,10 @@ from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
 from asyncllm.models.module_map import MODULE_MAP, replace_layers
 from asyncllm.models.quantized import attach, open_checkpoint
-from asyncllm.models.refused import REFUSED_DECODERS
+from asyncllm.models.refused import REFUSED_MODELS
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
-from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS, composed
+from asyncllm.models.vision_language import VISION_MODELS, composed
 from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, refuse_mlx, scheme_of
 from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
@@ -250,12 +250,11 @@ def _configure(
         return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
 
     for name in names:
-        refused = REFUSED_MODELS.get(name) or REFUSED_DECODERS.get(name)
-        if refused is not None and (hf.fields.get(refused.key) if refused.key else name not in families()):
-            known = f" with {refused.key}" if refused.key else ""
+        refused = REFUSED_MODELS.get(name)
+        if refused is not None:
             raise UnsupportedModel(
-                f"{hf.source}: {name}{known} ({refused.models}) is not implemented: {refused.why}. The nearest "
-                f"that is: {refused.nearest}."
+                f"{hf.source}: {name} ({refused.models}) is not implemented: {refused.why}. The nearest that is: "
+                f"{refused.nearest}."
             )
         parts = composed(hf, name)
         if parts is not None:

@@ -1,7 +1,7 @@
-"""Vision-language models: a decoder of one of the text families, with a tower.
+"""Vision-language models: a decoder of one of the text families and a vision tower.
 
-A row of `_READERS` reads the config.json of an architecture (`vision/`). The decoder is the family of its text part,
-built as usual, except that its weights have other prefixes and the tower's rows are added.
+`_READERS` maps an architecture to the reader of its config.json (`vision/`). The decoder is built as in its text
+family; only its weight table gets further prefixes and the tower's rows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision.pixtral import read_lighton_ocr, read_mistral3
 from asyncllm.models.vision.published import PUBLISHED_MODELS, PUBLISHED_READERS
 from asyncllm.models.vision.qwen_vl import read_exaone4_5, read_omni, read_qwen3_5, read_qwen3_vl, read_qwen_vl
-from asyncllm.models.vision.refused import REFUSED_MODELS
 from asyncllm.models.weights import WeightMap
 from asyncllm.vl.tower import TowerConfig
 
-__all__ = ["REFUSED_MODELS", "VISION_MODELS", "composed", "with_tower"]
+__all__ = ["VISION_MODELS", "composed", "with_tower"]
 
 
 def composed(hf: HFConfig, architecture: str) -> Composed | None:
@@ -44,8 +43,7 @@ def composed(hf: HFConfig, architecture: str) -> Composed | None:
 
 
 def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
-    """Return a decoder's table extended for files that also have a tower, under the prefixes of old and new hub
-    layouts."""
+    """Return a decoder's weight table, extended by the tower's rows and by the prefixes of old and new files."""
 
     def prefixed(pattern: str) -> list[str]:
         inner = pattern.removeprefix("model.")
@@ -120,8 +118,8 @@ VISION_MODELS: Mapping[str, str] = {
     **PUBLISHED_MODELS,
     "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B",
     "Cohere2VisionForConditionalGeneration": "Command A Vision",
-    "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B, as transformers has it",
-    "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B, as transformers has it",
+    "DeepseekVLForConditionalGeneration": "DeepSeek-VL 1.3B (transformers' format)",
+    "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL 7B (transformers' format)",
     "Exaone4_5_ForConditionalGeneration": "EXAONE 4.5 33B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B: text and images",
@@ -129,41 +127,40 @@ VISION_MODELS: Mapping[str, str] = {
     "Glm4vForConditionalGeneration": "GLM-4.1V-9B",
     "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
     "GlmOcrForConditionalGeneration": "GLM-OCR",
-    "GotOcr2ForConditionalGeneration": "GOT-OCR 2.0, as transformers has it",
+    "GotOcr2ForConditionalGeneration": "GOT-OCR 2.0 (transformers' format)",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "InternS1ForConditionalGeneration": "Intern-S1, Intern-S1-mini",
     "InternVLChatModel": "InternVL-Chat 1.1, 1.2 and 1.5, InternVL2, InternVL2.5, InternVL3 and InternVL3.5, as their "
     "authors published them",
-    "InternVLForConditionalGeneration": "the same, as transformers has them",
-    "JanusForConditionalGeneration": "Janus, Janus-Pro 1B and 7B, as transformers has them, answering in text",
+    "InternVLForConditionalGeneration": "the same (transformers' format)",
+    "JanusForConditionalGeneration": "Janus, Janus-Pro 1B and 7B (transformers' format), answering in text",
     "Lfm2VlForConditionalGeneration": "LFM2-VL 450M, 1.6B, 3B and LFM2.5-VL",
-    "LightOnOCRForConditionalGeneration": "LightOnOCR 1B, as its authors published it",
-    "LightOnOcrForConditionalGeneration": "the same, as transformers has it",
+    "LightOnOCRForConditionalGeneration": "LightOnOCR 1B (authors' format)",
+    "LightOnOcrForConditionalGeneration": "the same (transformers' format)",
     "Llama4ForConditionalGeneration": "Llama 4 Scout and Maverick",
-    "LlavaForConditionalGeneration": "LLaVA 1.5, as llava-hf has it; Pixtral 12B, as transformers has it",
-    "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 as their authors published them, with the tower among the weights; "
-    "Yi-VL",
-    "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral, as its authors published it",
-    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT), as llava-hf has it; Granite Vision 3.1 to 3.3",
-    "LlavaNextVideoForConditionalGeneration": "LLaVA-NeXT-Video 7B, 34B, of images",
-    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision, as llava-hf has it",
-    "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen, as their authors published them",
+    "LlavaForConditionalGeneration": "LLaVA 1.5 (llava-hf's format); Pixtral 12B (transformers' format)",
+    "LlavaLlamaForCausalLM": "LLaVA 1.5 and 1.6 (authors' format), with the tower among the weights; Yi-VL",
+    "LlavaMistralForCausalLM": "LLaVA 1.6 with Mistral (authors' format)",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6 (NeXT) (llava-hf's format); Granite Vision 3.1 to 3.3",
+    "LlavaNextVideoForConditionalGeneration": "LLaVA-NeXT-Video 7B, 34B; images only",
+    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision (llava-hf's format)",
+    "LlavaQwenForCausalLM": "LLaVA-OneVision, and LLaVA 1.6 with Qwen (authors' format)",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1 and 3.2",
-    "Ovis2ForConditionalGeneration": "Ovis2, as transformers has it",
+    "Ovis2ForConditionalGeneration": "Ovis2 (transformers' format)",
     "PaddleOCRVLForConditionalGeneration": "PaddleOCR-VL 0.9B",
-    "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, Janus and Janus-Pro, as their authors published them",
+    "MultiModalityCausalLM": "DeepSeek-VL 1.3B and 7B, Janus and Janus-Pro (authors' format)",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2.5-Omni 3B, 7B: text and images, answered in text",
     "Qwen2_5OmniModel": "the same",
-    "Qwen2_5OmniThinkerForConditionalGeneration": "the same, without the part that speaks",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "the same, the thinker only",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3-Omni-30B-A3B: text and images, answered in text",
-    "Qwen3OmniMoeThinkerForConditionalGeneration": "the same, without the part that speaks",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "the same, the thinker only",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
-    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, of images",
-    "VipLlavaForConditionalGeneration": "ViP-LLaVA 7B, 13B, as llava-hf has it",
+    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2; images only",
+    "VipLlavaForConditionalGeneration": "ViP-LLaVA 7B, 13B (llava-hf's format)",
 }
 """Architecture -> the models that use it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.refused import REFUSED_DECODERS
+from asyncllm.models.refused import REFUSED_TEXT_MODELS
 from asyncllm.models.registry import families, open_model, read_config, register
 from asyncllm.models.vision_language import VISION_MODELS
 from tests.checkpoints import build_checkpoint
@@ -43,8 +43,8 @@ def test_two_families_cannot_share_an_architecture() -> None:
 
 
 def test_refused_decoders_are_told_what_is_near(tmp_path: Path) -> None:
-    assert REFUSED_DECODERS.keys().isdisjoint({*families(), *VISION_MODELS})
-    for name, refused in REFUSED_DECODERS.items():
+    assert REFUSED_TEXT_MODELS.keys().isdisjoint({*families(), *VISION_MODELS})
+    for name, refused in REFUSED_TEXT_MODELS.items():
         assert refused.nearest in {*families(), *VISION_MODELS}
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "x"}))
         with pytest.raises(UnsupportedModel, match=rf"{name}.*not implemented.*nearest.*{refused.nearest}"):
@@ -55,7 +55,7 @@ def test_no_causal_model_of_transformers_is_unknown() -> None:
     """Each has a family, or is refused with a reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = {*families(), *VISION_MODELS, *REFUSED_DECODERS}
+    known = {*families(), *VISION_MODELS, *REFUSED_TEXT_MODELS}
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - known == set()
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/vision.md, made from the readers of config.json and from what the tests take:
+"""The tables of docs/vision.md, generated from the readers of config.json and the checkpoints of the tests:
 `python -m tests.vl.table`."""
 
 from __future__ import annotations
@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
+from asyncllm.models.vision.refused import REFUSED_VISION_MODELS
+from asyncllm.models.vision_language import VISION_MODELS
 from tests.vl.kinds import KINDS
 from tests.vl.layouts import classes_of
 from tests.vl.published.families import PUBLISHED
@@ -19,27 +20,26 @@ BEGIN, END = "<!-- made by python -m tests.vl.table -->\n", "<!-- end -->\n"
 
 
 def renewed(page: str) -> str:
-    """Return the page with its generated part as it has to be."""
+    """Return the page with its generated part renewed."""
     head, _, rest = page.partition(BEGIN)
     return f"{head}{BEGIN}\n{''.join(_lines())}\n{END}{rest.partition(END)[2]}"
 
 
 def _lines() -> Iterator[str]:
     checked = _checked()
-    yield "| class | models | checked as | oracle |\n| --- | --- | --- | --- |\n"
+    yield "| class | models | tested as | oracle |\n| --- | --- | --- | --- |\n"
     for architecture, models in sorted(VISION_MODELS.items()):
         kinds, oracles = zip(*checked[architecture], strict=True)
         own = ", ".join(f"`{kind}`" for kind in kinds)
         yield f"| `{architecture}` | {models} | {own} | {'; '.join(dict.fromkeys(oracles))} |\n"
-    yield "\nRefused, with the reason and the nearest that works:\n\n"
-    yield "| class | models | why | nearest |\n| --- | --- | --- | --- |\n"
-    for architecture, each in REFUSED_MODELS.items():
-        key = f" with `{each.key}`" if each.key else ""
-        yield f"| `{architecture}`{key} | {each.models} | {each.why} | {each.nearest} |\n"
+    yield "\nThese are refused, with the reason and the most similar supported class:\n\n"
+    yield "| class | models | reason | most similar |\n| --- | --- | --- | --- |\n"
+    for architecture, each in REFUSED_VISION_MODELS.items():
+        yield f"| `{architecture}` | {each.models} | {each.why} | {each.nearest} |\n"
 
 
 def _checked() -> dict[str, list[tuple[str, str]]]:
-    """Return, by architecture, the kinds of checkpoints that are held to an oracle, and the oracle's class."""
+    """Return architecture -> (kind of test checkpoint, class of the oracle that it is compared with)."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
     checked: dict[str, list[tuple[str, str]]] = {}

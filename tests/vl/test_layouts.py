@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
-from asyncllm.models.refused import REFUSED_DECODERS
+from asyncllm.models.refused import REFUSED_MODELS
 from asyncllm.models.registry import families, open_model
-from asyncllm.models.vision_language import REFUSED_MODELS, VISION_MODELS
+from asyncllm.models.vision.refused import REFUSED_VISION_MODELS
+from asyncllm.models.vision_language import VISION_MODELS
 from asyncllm.vl.processor import open_processor
 from tests.vl import table
 from tests.vl.checkpoints import folder_of, picture
@@ -134,12 +135,9 @@ def test_the_projector_of_yi_vl(tmp_path: Path) -> None:
         torch.testing.assert_close(model.vision.encode([image])[0], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED_MODELS)
+@pytest.mark.parametrize("name", REFUSED_VISION_MODELS)
 def test_families_that_are_refused(name: str, tmp_path: Path) -> None:
     fields: Fields = {"architectures": [name], "model_type": "x", "auto_map": {}}
-    key = REFUSED_MODELS[name].key
-    if key is not None:
-        fields[key] = {"image_size": 448}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModel, match=f"{name}.*nearest"):
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
@@ -150,8 +148,8 @@ def test_each_class_that_transformers_has_is_read_or_refused_by_name() -> None:
 
     # What acts, reads proteins and guesses blocks of tokens.
     others = {"PI0ForConditionalGeneration", "EvollaForProteinText2Text", "DiffusionGemmaForBlockDiffusion"}
-    assert set(CLASSES.values()) <= {*VISION_MODELS, *REFUSED_MODELS, *REFUSED_DECODERS, *families(), *others}
-    nearest = {each.nearest for each in REFUSED_MODELS.values()}
+    assert set(CLASSES.values()) <= {*VISION_MODELS, *REFUSED_MODELS, *families(), *others}
+    nearest = {each.nearest for each in REFUSED_VISION_MODELS.values()}
     assert nearest <= set(VISION_MODELS)
 
 

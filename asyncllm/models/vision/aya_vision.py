@@ -22,7 +22,7 @@ def read_cohere2_vision(hf: HFConfig) -> Composed:
 
 def read_aya_vision(hf: HFConfig) -> Composed:
     text, decoder = text_of(hf, "cohere2", tied=True)
-    # transformers, where it was published, gives the decoder's logits as they are.
+    # transformers' class, the original implementation, does not scale the decoder's logits.
     text = text.changed({"logit_scale": 1.0})
     encoder = clip_of(hf, usual={"model_type": "siglip_vision_model"})
     if encoder.has_class_token:

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR: the decoder is of the first generation of DeepSeek's."""
+"""DeepSeek-OCR, whose decoder is a DeepSeek of the first generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_deepseek_ocr(hf: HFConfig) -> Composed:
     clip, sam = part_of(widths, "clip-l-14-224"), part_of(widths, "sam_vit_b")
     size, tile = vision.integer("image_size", 1024), ocr_tile(Path(hf.source).parent)
     if size % (PATCH * SHRUNK) or tile % (PATCH * SHRUNK):
-        vision.invalid("image_size", f"of which, and of tiles of {tile}, {PATCH * SHRUNK} pixels are no part")
+        vision.invalid("image_size", f"which, like tile_size = {tile}, must be a multiple of {PATCH * SHRUNK} pixels")
     width, heads, depth = clip.integer("width", 1024), clip.integer("heads", 16), sam.integer("layers", 12)
     channels, layers = sam.fields.get("downsample_channels", [512, width]), sam.fields.get("global_attn_indexes")
     if not isinstance(channels, list) or len(channels) != 2 or type(channels[0]) is not int or channels[1] != width:

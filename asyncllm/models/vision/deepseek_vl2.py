@@ -1,4 +1,4 @@
-"""DeepSeek-VL2: the decoder is of the first, second or third generation of DeepSeek's, by its config."""
+"""DeepSeek-VL2, whose decoder is a DeepSeek of the first, second or third generation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TEXT = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
-"""What the published class has where language_config leaves it out."""
+"""Defaults of the authors' class for entries that language_config leaves out."""
 
 
 def decoder_of(hf: HFConfig) -> tuple[HFConfig, str]:
-    """Return the decoder's part and its architecture."""
+    """Return the decoder's part and its architecture, which the entries determine."""
     text, _ = text_of(hf.changed({"text_config": part_of(hf, "language_config").fields}))
-    # Null means that queries come straight from the hidden states.
+    # Null means that queries are projected directly from the hidden states.
     rank = {"q_lora_rank": None} if hf.fields["language_config"].get("q_lora_rank", 0) is None else {}
     text = text.changed({**_TEXT, **text.fields, **rank})
     if not text.flag("use_mla"):

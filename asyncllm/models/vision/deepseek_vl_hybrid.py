@@ -1,4 +1,4 @@
-"""DeepSeek-VL 7B, which has two towers, and both DeepSeek-VLs as their authors published them."""
+"""DeepSeek-VL 7B, which has two towers, and all DeepSeek-VLs and Janus in their authors' format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["read_deepseek_vl_hybrid", "read_multi_modality", "sam_of"]
 def read_deepseek_vl_hybrid(hf: HFConfig) -> Composed:
     text, decoder = text_of(hf, tied=True)
     if text.integer("hidden_size") % 2:
-        text.invalid("hidden_size", "of which each tower gives a half")
+        text.invalid("hidden_size", "which must be even, since each tower provides half of the features")
     small = msgspec.structs.replace(clip_of(hf, usual={"model_type": "siglip_vision_model"}), final_norm=True)
     if small.has_class_token:
         hf.unsupported("vision_config", "Supported: model_type = 'siglip_vision_model'.")
@@ -41,7 +41,7 @@ def _large(hf: HFConfig) -> HFConfig:
 
 
 def sam_of(part: HFConfig) -> SamConfig:
-    """Return the encoder that an object of config.json describes."""
+    """Return the config of the SAM encoder in an object of config.json. Raises InvalidCheckpoint, UnsupportedModel."""
     part.expect("num_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("use_abs_pos", True)

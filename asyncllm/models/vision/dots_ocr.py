@@ -1,9 +1,9 @@
-"""dots.ocr: config.json is the decoder's, which is Qwen2's, and has the tower's beside it."""
+"""dots.ocr: config.json has the entries of the decoder, a Qwen2, at the top level, and a `vision_config`."""
 
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, part_of, without
+from asyncllm.models.vision.parts import Composed, part_of, rotary_heads, without
 from asyncllm.vl.towers.dots_ocr import DotsConfig
 
 __all__ = ["read_dots_ocr"]
@@ -17,14 +17,12 @@ def read_dots_ocr(hf: HFConfig) -> Composed:
     part.expect("num_channels", 3)
     part.expect("temporal_patch_size", 1)
     part.expect("hidden_size", text.integer("hidden_size"))
-    hidden, heads = part.integer("embed_dim"), part.integer("num_attention_heads")
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    hidden = part.integer("embed_dim")
     vision = DotsConfig(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size"),
         num_layers=part.integer("num_hidden_layers"),
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_attention_heads"),
         patch_size=part.integer("patch_size", 14),
         frames=1,
         merge=part.integer("spatial_merge_size", 2),

@@ -24,7 +24,7 @@ _EXPERTS = {
         for name, part in (("gate", "gate_up*[gate]"), ("up", "gate_up*[up]"), ("down", "down*"))
     },
 }
-"""CogVLM's decoder, in which each layer has a weight for text and one for images."""
+"""CogVLM's decoder, whose linear layers have a weight for tokens of text and one for tokens of images."""
 
 
 def read_glm4v_9b(hf: HFConfig) -> Composed | None:
@@ -39,14 +39,14 @@ def read_glm4v_9b(hf: HFConfig) -> Composed | None:
         projector_size=hf.integer("ffn_hidden_size", 13696),
         source="transformer.vision",
     )
-    # Half of a head's features are turned.
+    # Half of a head's features are rotated.
     pairs = hf.integer("kv_channels", hidden // hf.integer("num_attention_heads", 32)) // 4
     return Composed(without(hf, "vision_config"), "ChatGLMModel", vision, axes=(0,) * pairs)
 
 
 def read_cogvlm(hf: HFConfig) -> Composed:
     part = part_of(hf, "vision_config")
-    # The second generation has fewer key heads, folds patches, and turns by another base, which no entry says.
+    # The second generation has fewer key heads, folds patches and uses another rotary base, which has no entry.
     groups = hf.optional_integer("num_multi_query_heads")
     vision = _eva_of(
         part,
@@ -69,7 +69,7 @@ def read_cogvlm(hf: HFConfig) -> Composed:
 
 
 def _eva_of(part: HFConfig, *, fold: int, folded_size: int, projector_size: int, source: str) -> EvaConfig:
-    """Return the tower that `vision_config` describes. Raises InvalidCheckpoint, UnsupportedModel."""
+    """Return the config of the tower in `vision_config`. Raises InvalidCheckpoint, UnsupportedModel."""
     part.expect("in_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     hidden, heads = part.integer("hidden_size", 1792), part.integer("num_heads", 16)

@@ -10,7 +10,7 @@ __all__ = ["read_gemma4"]
 
 
 def read_gemma4(hf: HFConfig) -> Composed | None:
-    """Return None for a file without `vision_config`, which has the decoder alone."""
+    """Read config.json. Return None for a file without `vision_config`, whose checkpoint is the decoder alone."""
     if hf.fields.get("vision_config") is None:
         return None
     text, _ = text_of(hf, "gemma4_text", tied=True)

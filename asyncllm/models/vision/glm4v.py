@@ -1,5 +1,4 @@
-"""GLM-4.1V, GLM-4.6V-Flash, which is the same under another name, GLM-4.5V and GLM-4.6V, which have experts, and
-GLM-OCR."""
+"""GLM-4.1V and GLM-4.6V-Flash, GLM-4.5V and GLM-4.6V, which have experts, and GLM-OCR."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ from asyncllm.models.vision.parts import (
     TOWER_ACTIVATIONS,
     Composed,
     axes_of,
-    expect_turns,
+    expect_usual_rotation,
     part_of,
+    rotary_heads,
     square_of,
     text_of,
     with_text,
@@ -24,9 +24,9 @@ def read_glm4v(hf: HFConfig) -> Composed:
     text.expect("model_type", "glm4v_text", "glm4v_moe_text")
     sparse = text.fields.get("model_type", hf.fields.get("model_type")) in ("glm4v_moe", "glm4v_moe_text")
     rope = text.fields.get("rope_parameters") or text.fields.get("rope_scaling") or {}
-    part_turned = 0.5 if sparse else 1.0
+    rotated = 0.5 if sparse else 1.0
     usual = {
-        "partial_rotary_factor": rope.get("partial_rotary_factor", part_turned) if isinstance(rope, dict) else 1.0,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", rotated) if isinstance(rope, dict) else 1.0,
         "head_dim": text.integer("hidden_size") // text.integer("num_attention_heads"),
         "rms_norm_eps": 1e-5,
     }
@@ -64,13 +64,11 @@ def read_glm_ocr(hf: HFConfig) -> Composed:
 def _tower(
     part: HFConfig, text: HFConfig, *, inner: int, merger: int, side: int | None = None, bias: bool = False
 ) -> Glm4vConfig:
-    """Read the tower's config. `inner` and `merger`: features within the blocks' MLPs and the projector. `side`,
-    `bias`: as in the result."""
-    hidden, heads = part.integer("hidden_size"), part.integer("num_heads")
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    """Read the tower's config. `inner` and `merger`: inner features of the blocks' MLPs and of the projector. `side`,
+    `bias`: as in Glm4vConfig."""
+    hidden = part.integer("hidden_size")
     part.expect("in_channels", 3)
-    expect_turns(part)
+    expect_usual_rotation(part)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     part.expect("out_hidden_size", text.integer("hidden_size"))
     return Glm4vConfig(
@@ -78,7 +76,7 @@ def _tower(
         intermediate_size=inner,
         merger_size=merger,
         num_layers=part.integer("depth", 24),
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_heads"),
         patch_size=square_of(part, "patch_size", 14),
         frames=part.integer("temporal_patch_size", 2),
         merge=part.integer("spatial_merge_size", 2),

@@ -16,5 +16,5 @@ def read_got_ocr2(hf: HFConfig) -> Composed:
     part.expect("model_type", "got_ocr2_vision", "")  # the published checkpoint's is empty
     encoder = sam_of(part)
     if encoder.side % 4:
-        part.invalid("image_size", f"of which {encoder.side} patches are no multiple of 4")
+        part.invalid("image_size", f"whose {encoder.side} patches along a side are not a multiple of 4")
     return Composed(text, decoder, GotOcr2Config(encoder=encoder))

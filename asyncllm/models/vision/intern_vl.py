@@ -1,4 +1,4 @@
-"""InternVL, as its authors published it and as transformers has it."""
+"""InternVL, in its authors' format and in transformers'."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Kimi-VL, and Kimi-K2.5 with images: DeepSeek-V3's decoder behind MoonViT."""
+"""Kimi-VL and Kimi-K2.5 with images: MoonViT and DeepSeek-V3's decoder."""
 
 from __future__ import annotations
 
 import msgspec
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, expect_turns, part_of, square_of, text_of
+from asyncllm.models.vision.parts import Composed, expect_usual_rotation, part_of, rotary_heads, square_of, text_of
 from asyncllm.vl.towers.moonvit import MoonViTConfig
 
 __all__ = ["read_kimi_k25", "read_kimi_vl"]
@@ -14,7 +14,7 @@ _PUBLISHED_NAMES = {
     **{f"vt_{name}": name for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")},
     **{f"init_pos_emb_{name}": f"pos_emb_{name}" for name in ("height", "width")},
 }
-"""Keys of `vision_config` as published -> as transformers has them."""
+"""Keys of the authors' `vision_config` -> transformers' keys."""
 
 
 def read_kimi_k25(hf: HFConfig) -> Composed:
@@ -29,7 +29,7 @@ def read_kimi_k25(hf: HFConfig) -> Composed:
         ("hidden_act", "gelu_pytorch_tanh"),
     ):
         part.expect(key, only)
-    expect_turns(part)
+    expect_usual_rotation(part)
     sides = {f"init_pos_emb_{name}": part.integer(f"pos_emb_{name}", 64) for name in ("height", "width")}
     parts = read_kimi_vl(hf.changed({"vision_config": {**part.fields, **sides, "model_type": "moonvit"}}), tied=True)
     names = ("mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2")
@@ -37,19 +37,17 @@ def read_kimi_k25(hf: HFConfig) -> Composed:
 
 
 def read_kimi_vl(hf: HFConfig, *, tied: bool = False) -> Composed:
-    """Read config.json. `tied`: as of `text_of`."""
+    """Read config.json. `tied`: as in `text_of`."""
     text, _ = text_of(hf, "deepseek_v3", tied=tied)
     text = text.changed({"num_nextn_predict_layers": text.fields.get("num_nextn_predict_layers", 0)})
     part = part_of(hf, "vision_config")
     part.expect("model_type", "moonvit")
-    hidden, heads = part.integer("hidden_size", 1152), part.integer("num_attention_heads", 16)
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    hidden = part.integer("hidden_size", 1152)
     vision = MoonViTConfig(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4304),
         num_layers=part.integer("num_hidden_layers", 27),
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_attention_heads", 16),
         patch_size=square_of(part, "patch_size", 14),
         merge=square_of(part, "merge_kernel_size", 2),
         grid=(part.integer("init_pos_emb_height", 64), part.integer("init_pos_emb_width", 64)),

@@ -20,7 +20,7 @@ def read_lfm2_vl(hf: HFConfig) -> Composed:
     places = part.integer("num_patches", 256)
     side = math.isqrt(places)
     if side * side != places:
-        part.invalid("num_patches", "which is not the number of places of a square")
+        part.invalid("num_patches", "which is not a square number")
     tower = {**part.fields, "image_size": side * part.integer("patch_size", 16)}
     encoder = clip_of(hf.changed({"vision_config": tower}), "siglip2_vision_model")
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import Composed, part_of, square_of, text_of
+from asyncllm.models.vision.parts import Composed, part_of, rotary_heads, square_of, text_of
 from asyncllm.vl.towers.llama4 import Llama4TowerConfig
 
 __all__ = ["read_llama4"]
@@ -12,7 +12,7 @@ MAX_FOLD = 64
 
 
 def read_llama4(hf: HFConfig) -> Composed | None:
-    """Return None for a file without `vision_config`, which has the decoder alone."""
+    """Read config.json. Return None for a file without `vision_config`, whose checkpoint is the decoder alone."""
     if hf.fields.get("vision_config") is None:
         return None
     text, _ = text_of(hf)
@@ -22,9 +22,7 @@ def read_llama4(hf: HFConfig) -> Composed | None:
     part.expect("norm_eps", 1e-5)
     part.expect("multi_modal_projector_bias", False)
     part.expect("vision_feature_select_strategy", "default")
-    hidden, heads = part.integer("hidden_size", 768), part.integer("num_attention_heads", 16)
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    hidden = part.integer("hidden_size", 768)
     side, patch = square_of(part, "image_size", 448), square_of(part, "patch_size", 14)
     fold = 1 / part.number("pixel_shuffle_ratio", 0.5)
     if not fold.is_integer() or not 1 <= fold <= MAX_FOLD or side % patch or side // patch % int(fold):
@@ -41,7 +39,7 @@ def read_llama4(hf: HFConfig) -> Composed | None:
         intermediate_size=inner,
         projector_size=width,
         num_layers=part.integer("num_hidden_layers", 34),
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_attention_heads", 16),
         image_size=side,
         patch_size=patch,
         fold=int(fold),

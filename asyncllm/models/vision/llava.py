@@ -1,4 +1,4 @@
-"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, ViP-LLaVA, and DeepSeek-VL and Janus, whose towers are of the same parts."""
+"""LLaVA, LLaVA-NeXT, LLaVA-OneVision and ViP-LLaVA, and DeepSeek-VL and Janus, whose towers have the same parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read_llava(
     usual: str = "llama",
     tower: str = "clip_vision_model",
 ) -> Composed:
-    """Read config.json, whose entry `layers` names the hidden states that are read. `usual` and `tower`: model types of
-    parts that say none."""
+    """Read config.json. `layers`: the entry that names the hidden states to read. `usual` and `tower`: default model
+    types of the decoder and the tower."""
     part = hf.fields.get("vision_config")
     if isinstance(part, dict) and part.get("model_type") == "pixtral":
         return read_pixtral(hf)
@@ -99,7 +99,7 @@ def read_janus(hf: HFConfig) -> Composed:
 
 
 def read_vip_llava(hf: HFConfig) -> Composed:
-    """Read config.json. Features of several layers are normed together."""
+    """Read config.json. Features of several layers are concatenated and normalized."""
     layers = "vision_feature_layer" if "vision_feature_layer" in hf.fields else "vision_feature_layers"
     parts = read_llava(hf.changed({layers: hf.fields.get(layers, [-2, -5, -8, -11, 6])}), layers=layers)
     eps = hf.number("projector_layernorm_eps", 1e-5)

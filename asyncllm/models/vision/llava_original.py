@@ -1,6 +1,6 @@
-"""LLaVA 1.5, 1.6 and OneVision as their authors published them, and Yi-VL, which is of their code.
+"""LLaVA 1.5, 1.6 and OneVision in their authors' format, and Yi-VL, which uses the same code.
 
-config.json is the decoder's with entries beside it, and names the tower, whose weights lie among the others.
+config.json has the decoder's entries at the top level and names the tower, whose weights are in the model's files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOWER = "vision_tower.vision_tower"
 
 
 def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
-    """Read config.json. `decoder`: the model type of the decoder."""
+    """Read config.json. `decoder`: the decoder's model type."""
     hf.expect("mm_projector_type", "mlp2x_gelu", "mlp2x_gelu_Norm")
     hf.expect("mm_vision_select_feature", "patch", "cls_patch")
     hf.expect("mm_use_im_start_end", False)
@@ -37,17 +37,17 @@ def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
     tower = dict(tower_fields(Path(hf.source).parent, hf.fields.get("mm_vision_tower")))
     last = hf.fields.get("mm_vision_select_layer", -2)
     if one_vision:
-        # The last layer is not among the weights.
+        # The files lack the tower's last layer, which is not read.
         hf.expect("mm_vision_select_layer", -2)
         layers = HFConfig(tower, source=hf.source, session_len=None).integer("num_hidden_layers", 12) - 1
         tower["num_hidden_layers"], last = layers, -1
     kept = {key: value for key, value in hf.fields.items() if not key.startswith(("mm_", "image_"))}
     pinpoints = hf.fields.get("image_grid_pinpoints")
     if isinstance(pinpoints, list) and all(isinstance(each, list) and len(each) == 2 for each in pinpoints):
-        # Widths come first here.
+        # The authors' pairs are (width, height).
         pinpoints = [[height, width] for width, height in pinpoints]
     feature = hf.fields.get("mm_vision_select_feature", "patch")
-    whole = HFConfig(
+    whole = hf.replaced(
         {
             "text_config": {**kept, "model_type": decoder},
             "vision_config": tower,
@@ -55,10 +55,7 @@ def read_original_llava(hf: HFConfig, decoder: str) -> Composed:
             "vision_feature_select_strategy": "default" if feature == "patch" and not one_vision else "full",
             "image_grid_pinpoints": pinpoints,
             **({"vision_aspect_ratio": ratio} if one_vision else {}),
-        },
-        source=hf.source,
-        session_len=hf.session_len,
-        rope_scaling_factor=hf.rope_scaling_factor,
+        }
     )
     parts = read_onevision(whole) if one_vision else read_llava(whole, tiled=tiled)
     assert isinstance(parts.vision, LlavaConfig)

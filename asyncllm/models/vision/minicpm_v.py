@@ -1,4 +1,5 @@
-"""MiniCPM-Llama3-V-2.5 and MiniCPM-V-2.6, 4 and 4.5: config.json is the decoder's, and has the tower's beside it."""
+"""MiniCPM-Llama3-V-2.5 and MiniCPM-V-2.6, 4 and 4.5: config.json has the decoder's entries at the top level, and a
+`vision_config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Molmo: config.json is the decoder's, which is Qwen2's or OLMo 2's under other names."""
+"""Molmo: config.json has the entries of the decoder, a Qwen2 or OLMo 2, at the top level under other names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncllm.vl.towers.molmo import MolmoConfig
 __all__ = ["read_molmo"]
 
 READ_LAYERS = (-2, -9)
-"""Of the encoder, counted from its end."""
+"""The encoder's hidden states that are read, counted from the last."""
 NUM_MARKS = 128
 
 _LAYER, _OWN = "transformer.blocks.{i}", "layers.{i}"
@@ -52,13 +52,13 @@ def read_molmo(hf: HFConfig) -> Composed:
     tower = molmo_tower(hf.fields)
     encoder = clip_of(hf.changed({"vision_config": tower}))
     if encoder.num_layers < -min(READ_LAYERS):
-        hf.invalid("vision_config", f"of fewer than {-min(READ_LAYERS)} layers")
+        hf.invalid("vision_config", f"which has fewer than {-min(READ_LAYERS)} layers")
     folder, first = Path(hf.source).parent, text.integer("vocab_size")
     file = folder / "preprocessor_config.json"
     grid = crop_grid(tower, PictureSettings(read_json_object(file), str(file)))
     marks = {name: token_of(folder, f"<im_{name}>") - first for name in ("start", "end", "patch", "col")}
     if not all(0 <= each < NUM_MARKS for each in marks.values()):
-        hf.invalid("vocab_size", "which is not that of the tokenizer, whose next tokens are those of images")
+        hf.invalid("vocab_size", "which does not match the tokenizer, whose tokens after the vocabulary are for images")
     vision = MolmoConfig(
         encoder=encoder,
         read_layers=(encoder.num_layers + 1 + READ_LAYERS[0], encoder.num_layers + 1 + READ_LAYERS[1]),
@@ -75,7 +75,7 @@ def read_molmo(hf: HFConfig) -> Composed:
 
 
 def _text_of(hf: HFConfig) -> dict[str, Any]:
-    """Return the decoder's entries under the usual names."""
+    """Return the decoder's entries under their usual names."""
     return {
         "vocab_size": hf.integer("embedding_size", hf.fields.get("vocab_size")),
         "intermediate_size": hf.integer("intermediate_size", minimum=2) // 2,

@@ -1,4 +1,4 @@
-"""Ovis2, as transformers has it."""
+"""Ovis2, in transformers' format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_ovis2(hf: HFConfig) -> Composed:
         part.unsupported("hidden_stride", f"Supported: one that divides {size // patch} patches.")
     words = part.integer("vocab_size", 16384)
     if words <= NUM_MARKS:
-        part.invalid("vocab_size", f"of which {NUM_MARKS} words stand between tiles")
+        part.invalid("vocab_size", f"which must exceed the {NUM_MARKS} marks around tiles")
     vision = Ovis2TowerConfig(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 2816),

@@ -1,9 +1,18 @@
-"""PaddleOCR-VL, whose decoder is Llama with positions of rows and columns."""
+"""PaddleOCR-VL, whose decoder is a Llama with M-RoPE."""
 
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, axes_of, expect_turns, part_of, text_of, with_text
+from asyncllm.models.vision.parts import (
+    TOWER_ACTIVATIONS,
+    Composed,
+    axes_of,
+    expect_usual_rotation,
+    part_of,
+    rotary_heads,
+    text_of,
+    with_text,
+)
 from asyncllm.vl.towers.paddleocr_vl import PaddleOCRVLConfig
 
 __all__ = ["read_paddleocr_vl"]
@@ -16,17 +25,16 @@ def read_paddleocr_vl(hf: HFConfig) -> Composed:
     text, axes = axes_of(text.changed({"attention_bias": bias, "mlp_bias": bias}))
     part = part_of(hf, "vision_config")
     part.expect("num_channels", 3)
-    expect_turns(part)
+    expect_usual_rotation(part)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
-    hidden, heads = part.integer("hidden_size", 1152), part.integer("num_attention_heads", 16)
+    hidden = part.integer("hidden_size", 1152)
     side, patch = part.integer("image_size", 384), part.integer("patch_size", 14)
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+
     vision = PaddleOCRVLConfig(
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4304),
         num_layers=part.integer("num_hidden_layers", 27),
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_attention_heads", 16),
         patch_size=patch,
         frames=1,
         merge=part.integer("spatial_merge_size", 2),

@@ -1,4 +1,4 @@
-"""What config.json says of the two parts of a vision-language model, as most families have it."""
+"""Readers shared by the families: the decoder's and the tower's parts of a vision-language model's config.json."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = [
     "axes_of",
     "clip_of",
     "depth_of",
-    "expect_turns",
+    "expect_usual_rotation",
     "part_of",
+    "rotary_heads",
     "square_of",
     "text_of",
     "with_text",
@@ -34,48 +35,39 @@ TOWER_ACTIVATIONS: Mapping[str, TowerActivation] = {
 _OF_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
 
 MAX_PAIRS = 1024
-"""Of features of a head."""
+"""Maximum number of rotated pairs of a head."""
 
 
 class Composed(NamedTuple):
-    """What config.json describes of a vision-language model."""
+    """The configs of the parts of a vision-language model."""
 
     text: HFConfig
-    """That of the decoder alone."""
+    """Config of the decoder."""
     decoder: str
-    """Its architecture, or its model type."""
+    """Architecture or model type of the decoder."""
     vision: TowerConfig
     axes: tuple[int, ...] = ()
-    """By which of time, rows and columns each pair turns (`RopeConfig.axes`)."""
+    """The axis, of time, rows and columns, that rotates each pair (`RopeConfig.axes`)."""
 
 
 def part_of(hf: HFConfig, key: str, defaults: Mapping[str, Any] | None = None) -> HFConfig:
-    """Return an object of config.json as a config of its own."""
+    """Return an object in config.json as a config of its own, with `defaults` for entries that are absent or null.
+    Raises InvalidCheckpoint if there is none."""
     value = hf.fields.get(key)
     if not isinstance(value, dict):
         hf.invalid(key, "where an object belongs")
     known = {name: each for name, each in value.items() if each is not None}
-    return HFConfig(
-        {**(defaults or {}), **known},
-        source=f"{hf.source}: {key}",
-        session_len=hf.session_len,
-        rope_scaling_factor=hf.rope_scaling_factor,
-    )
+    return hf.replaced({**(defaults or {}), **known}, source=f"{hf.source}: {key}")
 
 
 def without(hf: HFConfig, key: str) -> HFConfig:
-    """Return the file without an entry, as the decoder's part of one that has its entries beside the tower's."""
-    return HFConfig(
-        {name: value for name, value in hf.fields.items() if name != key},
-        source=hf.source,
-        session_len=hf.session_len,
-        rope_scaling_factor=hf.rope_scaling_factor,
-    )
+    """Return the decoder's part of a file with the decoder's entries at the top level: all but the tower's `key`."""
+    return hf.replaced({name: value for name, value in hf.fields.items() if name != key})
 
 
 def with_text(hf: HFConfig, model_type: str) -> HFConfig:
-    """Return a file that has its decoder's entries beside the tower's, as first published, as one with a `text_config`
-    of this type; one that has that as it is."""
+    """Move the decoder's entries of early files, which have them at the top level, into a `text_config` of this type.
+    A file with a `text_config` is returned unchanged."""
     if hf.fields.get("text_config") is not None:
         return hf
     kept = {key: value for key, value in hf.fields.items() if key != "vision_config"}
@@ -83,25 +75,26 @@ def with_text(hf: HFConfig, model_type: str) -> HFConfig:
 
 
 def text_of(hf: HFConfig, usual: str = "llama", *, tied: bool = False) -> tuple[HFConfig, str]:
-    """Return the decoder's part, which inherits what is said of the whole, and its model type: `usual` where the part
-    names none. `tied`: whether a file that does not say so ties its embeddings."""
+    """Return the decoder's part, which inherits dtype and quantization of the whole, and its model type, `usual` by
+    default. `tied`: whether embeddings are tied by default. Raises InvalidCheckpoint."""
     part = part_of(hf, "text_config")
     model_type = part.fields.get("model_type", usual)
     if not isinstance(model_type, str):
         part.invalid("model_type", "where a name belongs")
     part = part_of(hf, "text_config", TEXT_DEFAULTS.get(model_type))
-    # To a family null is not what absent is: no window, where Mistral's files without the entry have one.
+    # A family may distinguish null from an absent entry: for Mistral, null means no window and absence the default one.
     null = dict.fromkeys(name for name in hf.fields["text_config"] if name not in part.fields)
     own = {key: part.fields.get(key, hf.fields.get(key)) for key in ("dtype", "torch_dtype", "quantization_config")}
-    # Where either part says that they are tied they may be; `registry` looks whether there is a head.
+    # Either part may declare tied embeddings; `registry` checks whether the files have a head.
     said = (part.fields.get("tie_word_embeddings", False), hf.fields.get("tie_word_embeddings", tied))
     own["tie_word_embeddings"] = any(said)
     return part.changed({**null, **{key: value for key, value in own.items() if value is not None}}), model_type
 
 
 def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) -> ClipConfig:
-    """Return the encoder that `vision_config` describes. The defaults are those of transformers' classes, or `usual`.
-    `others`: model types that are SigLIP's besides."""
+    """Return the config of the CLIP or SigLIP in `vision_config`. The defaults are those of transformers' classes,
+    overridden by `usual`. `others`: further model types that are SigLIPs. Raises InvalidCheckpoint,
+    UnsupportedModel."""
     part = part_of(hf, "vision_config", usual)
     part.expect("model_type", "clip_vision_model", "siglip_vision_model", *others)
     clip = part.fields.get("model_type", "clip_vision_model") == "clip_vision_model" and not others
@@ -128,23 +121,32 @@ def clip_of(hf: HFConfig, *others: str, usual: Mapping[str, Any] | None = None) 
 
 
 def depth_of(hf: HFConfig, key: str, layer: Any, count: int) -> int:
-    """Return after how many of an encoder's `count` layers the hidden states are read that an entry of `key` names, as
-    transformers numbers them: from 0, what the first layer reads, or backwards from -1. Raises UnsupportedModel."""
+    """Return the number of layers, of an encoder with `count`, after which hidden states are read. `layer`: the entry
+    `key` in transformers' numbering, from 0, the first layer's input, or backwards from -1. Raises UnsupportedModel."""
     if type(layer) is not int or not -count - 1 <= layer <= count:
         hf.unsupported(key, f"Supported: hidden states from 0 to {count}, or from -1 backwards to {-count - 1}.")
     return layer % (count + 1)
 
 
 def square_of(part: HFConfig, key: str, default: int) -> int:
-    """Return the side of a square that is given by one number, or by two equal ones."""
+    """Return the side of a square, given as one number or as two equal ones. Raises InvalidCheckpoint."""
     value = part.fields.get(key, default)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         value = value[0]
     return part.changed({key: value}).integer(key)
 
 
-def expect_turns(part: HFConfig) -> None:
-    """Refuse a tower whose patches are turned otherwise than all published ones' are. Raises UnsupportedModel."""
+def rotary_heads(part: HFConfig, hidden_size: int, key: str, default: int | None = None) -> int:
+    """Return the number of heads of a tower with two-dimensional rotary positions. Raises InvalidCheckpoint unless it
+    divides hidden_size and the size of a head is a multiple of 4."""
+    heads = part.integer(key) if default is None else part.integer(key, default)
+    if hidden_size % heads or hidden_size // heads % 4:
+        part.invalid(key, "which leaves heads whose size is not a multiple of 4")
+    return heads
+
+
+def expect_usual_rotation(part: HFConfig) -> None:
+    """Raise UnsupportedModel unless a tower's rotary settings are those of all published models."""
     rope = part.fields.get("rope_parameters")
     known = {"rope_type": ("axial", "default"), "rope_theta": (10000.0, 10000)}
     if rope is not None and not (
@@ -156,10 +158,12 @@ def expect_turns(part: HFConfig) -> None:
 def axes_of(
     text: HFConfig, *, interleaved: bool = False, usual: Sequence[int] = (16, 24, 24)
 ) -> tuple[HFConfig, tuple[int, ...]]:
-    """Return the decoder's part with plain rotary entries, and by which axis of positions each pair turns.
+    """Return the decoder's part with ordinary rotary entries, and the axis of positions that rotates each pair (M-RoPE:
+    Wang et al., 2024).
 
-    Pairs of time, rows and columns follow one another, `usual` so many where the file does not say; or they take turns,
-    until the latter two run out. Raises InvalidCheckpoint, UnsupportedModel.
+    The numbers of pairs for time, rows and columns are `mrope_section`, by default `usual`. The pairs of an axis are
+    adjacent, or `interleaved`: they alternate until those of rows and columns are used up. Raises InvalidCheckpoint,
+    UnsupportedModel.
     """
     key = "rope_parameters" if text.fields.get("rope_parameters") is not None else "rope_scaling"
     rope = text.fields.get(key)

@@ -1,4 +1,4 @@
-"""Phi-3-vision and Phi-3.5-vision: config.json is the decoder's, and names the tower."""
+"""Phi-3-vision and Phi-3.5-vision: config.json has the decoder's entries at the top level and names the tower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOINING = {
     f"{SOURCE}.glb_GN": "vision.separator:weight",
     f"{SOURCE}.img_projection.0": "vision.projector_1",
     f"{SOURCE}.img_projection.2": "vision.projector_2",
-    # Files have the decoder's embedding under its own name, or under this one.
+    # The decoder's embedding is stored under its usual name or under this one.
     f"{SOURCE}.wte": "embed",
 }
 

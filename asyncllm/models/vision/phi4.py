@@ -1,4 +1,4 @@
-"""Phi-4-multimodal with images, as its authors published it and as transformers has it."""
+"""Phi-4-multimodal with images, in its authors' format and in transformers'."""
 
 from __future__ import annotations
 

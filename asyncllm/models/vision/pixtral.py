@@ -1,9 +1,17 @@
-"""Pixtral, as transformers has it, Mistral Small 3.1 and later, and LightOnOCR, which has their tower."""
+"""Pixtral in transformers' format, Mistral Small 3.1 and later, and LightOnOCR, which has the same tower."""
 
 from __future__ import annotations
 
 from asyncllm.models.config import HFConfig
-from asyncllm.models.vision.parts import TOWER_ACTIVATIONS, Composed, depth_of, part_of, square_of, text_of
+from asyncllm.models.vision.parts import (
+    TOWER_ACTIVATIONS,
+    Composed,
+    depth_of,
+    part_of,
+    rotary_heads,
+    square_of,
+    text_of,
+)
 from asyncllm.vl.towers.pixtral import PixtralConfig
 
 __all__ = ["read_lighton_ocr", "read_mistral3", "read_pixtral"]
@@ -34,17 +42,16 @@ def _read(
     usual: str,
     names: tuple[str, str] = ("vision_tower", "multi_modal_projector"),
 ) -> Composed:
-    """Read config.json. `layer`, `bias`, and `usual`, the decoder's model type: where the file says nothing. `names`:
-    of the checkpoint's modules."""
+    """Read config.json. `layer`, `bias` and `usual`: the default layer to read, bias of the projector and model type of
+    the decoder. `names`: as in PixtralConfig."""
     text, decoder = text_of(hf, usual, tied=usual != "llama")
     part = part_of(hf, "vision_config")
     part.expect("model_type", "pixtral")
     part.expect("num_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
-    hidden, heads = part.integer("hidden_size", 1024), part.integer("num_attention_heads", 16)
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_attention_heads", "which leaves heads of a size that is no multiple of 4")
+    hidden = part.integer("hidden_size", 1024)
+    heads = rotary_heads(part, hidden, "num_attention_heads", 16)
     part.expect("head_dim", hidden // heads)
     layers, last = part.integer("num_hidden_layers", 24), hf.fields.get("vision_feature_layer", layer)
     rope = part.fields.get("rope_parameters") or {}

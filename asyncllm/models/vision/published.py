@@ -1,4 +1,4 @@
-"""The families whose code is their authors' alone: how config.json is read, and what comes under each class."""
+"""The families that only their authors' code implements: the readers of config.json, and the models of each class."""
 
 from __future__ import annotations
 
@@ -50,17 +50,16 @@ PUBLISHED_MODELS: Mapping[str, str] = {
     "DeepseekVLV2ForCausalLM": "DeepSeek-VL2, VL2-Small, VL2-Tiny",
     "DotsOCRForCausalLM": "dots.ocr 1.7B",
     "InternLMXComposer2ForCausalLM": "InternLM-XComposer2, 2-4KHD, 2.5",
-    "KimiK25ForConditionalGeneration": "Kimi-K2.5 and K2.6, of images, as their authors published them",
+    "KimiK25ForConditionalGeneration": "Kimi-K2.5 and K2.6; images only (authors' format)",
     "KimiVLForConditionalGeneration": "Kimi-VL-A3B",
-    "Kimi_K25ForConditionalGeneration": "the same, as transformers has them",
+    "Kimi_K25ForConditionalGeneration": "the same (transformers' format)",
     "MGMLlamaForCausalLM": "MGM 7B, 13B, 34B, 8B, and these HD, with both towers among the weights",
     "MiniCPMV": "MiniCPM-Llama3-V-2.5, MiniCPM-V-2.6, 4 and 4.5",
-    "MiniGeminiLlamaForCausalLM": "the same, as they were called first",
+    "MiniGeminiLlamaForCausalLM": "the same, under their first name",
     "MolmoForCausalLM": "Molmo-7B-D, 7B-O and 72B of September 2024",
     "Phi3VForCausalLM": "Phi-3-vision, Phi-3.5-vision",
-    "Phi4MMForCausalLM": "Phi-4-multimodal: text and images, of which the latter are read with the adapter in "
-    "`vision-lora`",
-    "Phi4MultimodalForCausalLM": "the same, as transformers has it",
+    "Phi4MMForCausalLM": "Phi-4-multimodal: text and images; images use the adapter in `vision-lora`",
+    "Phi4MultimodalForCausalLM": "the same (transformers' format)",
     "QWenLMHeadModel": "Qwen-VL, the first generation",
 }
-"""Architecture -> the models that come under it."""
+"""Architecture -> the models that use it."""

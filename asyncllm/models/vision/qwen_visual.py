@@ -1,4 +1,5 @@
-"""Qwen-VL, the first generation: config.json is the decoder's, and has the tower's in `visual`."""
+"""Qwen-VL of the first generation: config.json has the decoder's entries at the top level, and the tower's in
+`visual`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def read_qwen_visual(hf: HFConfig) -> Composed | None:
     if width % heads or size % patch:
         part.invalid("heads" if width % heads else "patch_size", "which does not divide what it is a part of")
     if hidden % HEAD_SIZE:
-        hf.invalid("hidden_size", f"which is no multiple of {HEAD_SIZE}")
+        hf.invalid("hidden_size", f"which is not a multiple of {HEAD_SIZE}")
     vision = QwenVisualConfig(
         hidden_size=width,
         intermediate_size=int(width * part.number("mlp_ratio", 4.0)),

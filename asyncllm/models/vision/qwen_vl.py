@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, what sees of Qwen2.5-Omni and Qwen3-Omni, and EXAONE 4.5."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the thinkers of Qwen2.5-Omni and Qwen3-Omni, and EXAONE 4.5."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from asyncllm.models.vision.parts import (
     TOWER_ACTIVATIONS,
     Composed,
     axes_of,
-    expect_turns,
+    expect_usual_rotation,
     part_of,
+    rotary_heads,
     square_of,
     text_of,
     with_text,
@@ -39,24 +40,19 @@ def read_exaone4_5(hf: HFConfig) -> Composed:
     if vision.num_heads % shared:
         part.invalid("num_key_value_heads", f"which does not divide {vision.num_heads} heads")
     vision = msgspec.structs.replace(vision, num_kv_heads=shared)
-    # The first files have another type.
+    # Early files have another model type.
     return Composed(text, "exaone4" if decoder == "exaone4_5_text" else decoder, vision)
 
 
 def _patches_tower(part: HFConfig, *, gated: bool) -> QwenVLConfig:
     hidden = part.integer("hidden_size" if gated else "embed_dim", 1280)
-    heads, patch, merge = (
-        part.integer("num_heads", 16),
-        part.integer("patch_size", 14),
-        part.integer("spatial_merge_size", 2),
-    )
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    heads = rotary_heads(part, hidden, "num_heads", 16)
+    patch, merge = part.integer("patch_size", 14), part.integer("spatial_merge_size", 2)
     activation = part.fields.get("hidden_act", "silu" if gated else "quick_gelu")
     part.changed({"hidden_act": activation}).expect("hidden_act", *TOWER_ACTIVATIONS)
     for key in ("in_channels", "in_chans"):
         part.expect(key, 3)
-    expect_turns(part)
+    expect_usual_rotation(part)
     depth = part.integer("depth", 32)
     full = part.fields.get("fullatt_block_indexes", [7, 15, 23, 31])
     if not isinstance(full, list) or not all(type(each) is int for each in full):
@@ -90,7 +86,8 @@ def read_qwen3_vl(hf: HFConfig, *, sparse: bool = False) -> Composed:
 
 
 def read_omni(hf: HFConfig, read: Callable[[HFConfig], Composed]) -> Composed:
-    """Return the parts that think and see, with `read`, which reads the like without the others."""
+    """Return the thinker's parts of a Qwen-Omni. `read`: the reader of the vision-language model with the same
+    parts."""
     thinker = hf.fields.get("thinker_config")
     parts = read(hf.changed(thinker) if isinstance(thinker, dict) else hf)
     return parts._replace(vision=msgspec.structs.replace(parts.vision, in_thinker=True))
@@ -104,16 +101,14 @@ def read_qwen3_5(hf: HFConfig, *, sparse: bool = False) -> Composed:
 
 
 def _deep_tower(part: HFConfig, text: HFConfig) -> Qwen3VLConfig:
-    hidden, heads = part.integer("hidden_size", 1152), part.integer("num_heads", 16)
-    if hidden % heads or hidden // heads % 4:
-        part.invalid("num_heads", "which leaves heads of a size that is no multiple of 4")
+    hidden = part.integer("hidden_size", 1152)
     part.expect("in_channels", 3)
     part.expect("hidden_act", *TOWER_ACTIVATIONS)
-    expect_turns(part)
+    expect_usual_rotation(part)
     depth, positions = part.integer("depth", 27), part.integer("num_position_embeddings", 2304)
     side = math.isqrt(positions)
     if side * side != positions:
-        part.invalid("num_position_embeddings", "which is not the number of places of a square")
+        part.invalid("num_position_embeddings", "which is not a square number")
     deep = part.fields["deepstack_visual_indexes"]
     if not isinstance(deep, list) or deep != sorted({each for each in deep if type(each) is int and 0 <= each < depth}):
         part.invalid("deepstack_visual_indexes", f"where layers below {depth} belong, in order")
@@ -124,7 +119,7 @@ def _deep_tower(part: HFConfig, text: HFConfig) -> Qwen3VLConfig:
         hidden_size=hidden,
         intermediate_size=part.integer("intermediate_size", 4304),
         num_layers=depth,
-        num_heads=heads,
+        num_heads=rotary_heads(part, hidden, "num_heads", 16),
         patch_size=square_of(part, "patch_size", 16),
         frames=part.integer("temporal_patch_size", 2),
         merge=part.integer("spatial_merge_size", 2),

@@ -1,5 +1,5 @@
-"""What transformers' classes have where a `text_config` leaves it out: files that it wrote up to version 4.45 lack what
-equals these."""
+"""Defaults of transformers' classes for `text_config`. Files that transformers wrote up to version 4.45 omit entries
+that equal them."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         max_position_embeddings=128000,
     ),
 }
-"""Model type of a decoder -> its sizes, and what its family reads otherwise."""
+"""Model type of a decoder -> its sizes, and those entries whose defaults differ from its family's."""

@@ -1,4 +1,5 @@
-"""InternLM-XComposer2, 2-4KHD and 2.5: config.json is the decoder's, and files of its code say which of them it is."""
+"""InternLM-XComposer2, 2-4KHD and 2.5: config.json has the decoder's entries at the top level, and the authors' code in
+the folder tells the versions apart."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _PRODUCTS = {
     "feed_forward.w3": ("mlp.gate_up", "up", "up"),
     "feed_forward.w2": ("mlp.down", "", ""),
 }
-"""The checkpoint's layer -> ours, and what its factors A and B are a part of."""
+"""The checkpoint's linear layer -> its target, and the parts of the target to which its factors A and B belong."""
 
 
 def _row(part: str) -> str:

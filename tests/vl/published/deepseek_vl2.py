@@ -186,7 +186,7 @@ def _timm(name: str) -> str:
 class DeepseekVL2Tiny(DeepseekVL2):
     """Its decoder has heads with keys of their own."""
 
-    oracle = "the same with attention of `LlamaForCausalLM`"
+    oracle = "the same with the attention of `LlamaForCausalLM`"
     fields = {
         **DeepseekVL2.fields,
         "language_config": {**DeepseekVL2.fields["language_config"], "use_mla": False, "kv_lora_rank": None},

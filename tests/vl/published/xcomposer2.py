@@ -1,4 +1,4 @@
-"""InternLM-XComposer2: transformers' Llama, with products of low rank for images' rows, and CLIP; tiles as published
+"""InternLM-XComposer2: transformers' Llama, with low-rank additions for images' rows, and CLIP; tiles as published
 code joins them."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _PartialLora(nn.Module):
 
 class XComposer2(PublishedModel):
     architecture = "InternLMXComposer2ForCausalLM"
-    oracle = "`LlamaForCausalLM` with products of low rank, `CLIPVisionModel`, and the rest in plain torch"
+    oracle = "`LlamaForCausalLM` with low-rank additions, `CLIPVisionModel`, and the rest in plain torch"
     attention = (RANK, 1.0)
     width = CLIP["hidden_size"]
     code = ""
