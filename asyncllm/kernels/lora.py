@@ -12,8 +12,8 @@ from asyncllm.kernels.dispatch import op
 
 __all__ = ["GROUP", "MAX_PARTS", "LoRAWeights", "RowGroups", "add_lora", "group_rows"]
 
-GROUP = 16
-"""Maximum number of rows in a group: as many as tensor cores multiply at once."""
+GROUP = 4
+"""Maximum number of rows in a group. Larger ones would leave too few programs to fill a device."""
 
 MAX_PARTS = 4
 """Maximum number of parts of a layer's output."""

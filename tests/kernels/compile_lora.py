@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton.lora import BLOCK_K, expand_kernel, rows_and_splits, shrink_kernel, turns_of
-from asyncllm.kernels.triton.lora_groups import expand_group_kernel, group_rows_kernel, shrink_group_kernel, splits_of
+from asyncllm.kernels.triton.lora_groups import (
+    expand_group_kernel,
+    group_rows_kernel,
+    group_starts_kernel,
+    shrink_group_kernel,
+    splits_of,
+)
 from tests.kernels.offline import Case
 
 K, SIZES, RANK = 4096, (4096, 1024, 1024, 0), 16
@@ -40,12 +46,11 @@ def _group_cases(rank: int) -> list[Case]:
         "RANK": rank,
         "SLOT_STRIDE": SLOT,
         "RANKS_STRIDE": 128,
-        "GROUP": GROUP,
         "USE_PDL": True,
     }
-    shrink = {"K": K, "SPAN": 1024, "BLOCK_K": 4096 // rank, **same}
-    sizes = {f"SIZE_{index}": size for index, size in enumerate(SIZES)}
-    expand = {**sizes, "BLOCK_N": 8192 // rank, "SPLITS": splits_of(K), **same}
+    shrink = {"K": K, "BLOCK_K": 4096 // rank, **same}
+    sizes, splits = {f"SIZE_{index}": size for index, size in enumerate(SIZES)}, splits_of(K, rank)
+    expand = {**sizes, "BLOCK_N": 8192 // rank, "SPLITS": splits, "ALL_SPLITS": splits, **same}
     groups = {"group_slots_ptr": "*i32", "group_rows_ptr": "*i32"}
     types = {**groups, "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
     return [
@@ -54,13 +59,18 @@ def _group_cases(rank: int) -> list[Case]:
     ]
 
 
-def _grouping(rows: int) -> Case:
-    types = {"slots_ptr": "*i32", "group_slots_ptr": "*i32", "group_rows_ptr": "*i32", "num_rows": "i32"}
-    return Case(f"grouping {rows}", group_rows_kernel, types, {"GROUP": GROUP, "ALL_ROWS": rows, "COMPARED": 32})
+def _grouping_cases(rows: int) -> list[Case]:
+    types = {"slots_ptr": "*i32", "starts_ptr": "*i32", "num_rows": "i32"}
+    groups = {"group_slots_ptr": "*i32", "group_rows_ptr": "*i32"}
+    same = {"GROUP": GROUP, "ALL_ROWS": rows}
+    return [
+        Case(f"group starts {rows}", group_starts_kernel, types, same),
+        Case(f"group rows {rows}", group_rows_kernel, {**types, **groups}, same),
+    ]
 
 
 CASES = [
     *(case for tokens in (48, 300, 4096) for case in _cases(tokens)),
     *(case for rank in (16, 64) for case in _group_cases(rank)),
-    *(_grouping(rows) for rows in (64, 256, 1024)),
+    *(case for rows in (64, 1024) for case in _grouping_cases(rows)),
 ]

@@ -79,7 +79,7 @@ def test_the_kernels_do_as_the_reference(
     def run() -> Tensor:
         poison((num_grouped * (1 + GROUP),), dtype=torch.int32)
         groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
-        poison((max(lora_groups.splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
+        poison((max(lora_groups.splits_of(k, 32), 4), tokens, len(sizes) * 32), dtype=torch.float32)
         return launchers.add_lora(y.clone(), x, slots, lora, groups=groups, batch_invariant=batch_invariant)
 
     found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
@@ -141,6 +141,6 @@ def test_adapters_that_groups_have_no_room_for_go_to_small_tiles(monkeypatch: py
 def test_compiled() -> None:
     found = offline.compiled("compile_lora")
     assert {name: case.spilled_bytes for name, case in found.items()} == dict.fromkeys(found, 0)
-    products = [case for name, case in found.items() if "grouping" not in name]
-    assert all(case.wgmma or case.mma for case in products), "tensor cores multiply"
+    tiles = [case for name, case in found.items() if "group" not in name]
+    assert all(case.wgmma or case.mma for case in tiles), "tensor cores multiply"
     assert all(case.shared_bytes <= offline.MAX_SHARED_BYTES for case in found.values())

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.lora import GROUP, MAX_PARTS, LoRAWeights, RowGroups
-from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
+from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
@@ -25,91 +25,123 @@ __all__ = [
     "expand_group_kernel",
     "group_rows",
     "group_rows_kernel",
+    "group_starts_kernel",
     "part_of",
     "shrink_group_kernel",
     "splits_of",
 ]
 
 MOST_RANK = 64
-"""Maximum rank of a slot: a program keeps `_A_NUMBERS` or `_B_NUMBERS` of a matrix in registers."""
+"""Maximum rank of a slot: a program keeps four blocks of `_A_NUMBERS` of A, or one of `_B_NUMBERS` of B, in
+registers."""
 
 _A_NUMBERS, _A_WARPS = 4096, 4
 _B_NUMBERS, _B_WARPS = 8192, 4
 
-_SPAN = 1024
-"""Input features per program of `shrink_group_kernel`."""
 
-_COMPARED = 32
-"""Rows that `group_rows_kernel` compares with all rows at a time."""
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+def group_starts_kernel(slots_ptr, starts_ptr, num_rows, GROUP: tl.constexpr, ALL_ROWS: tl.constexpr):
+    """slots [num_rows] -> starts [num_rows] int32: 1 for the first row of each group, and 0. A program has a row.
+    ALL_ROWS: num_rows rounded up to a power of two."""
+    row = tl.program_id(0)
+    others = tl.arange(0, ALL_ROWS)
+    slots = tl.load(slots_ptr + others, mask=others < row, other=-1)
+    slot = tl.load(slots_ptr + row)
+    before = tl.sum((slots == slot).to(tl.int32), 0)
+    tl.store(starts_ptr + row, ((slot >= 0) & (before % GROUP == 0)).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def group_rows_kernel(
-    slots_ptr, group_slots_ptr, group_rows_ptr, num_rows,
-    GROUP: tl.constexpr, ALL_ROWS: tl.constexpr, COMPARED: tl.constexpr,
+    slots_ptr, starts_ptr, group_slots_ptr, group_rows_ptr, num_rows, GROUP: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """slots [num_rows] -> the groups' slots [num_rows], and rows [num_rows, GROUP] of those that have some.
+    """slots and starts [num_rows] -> the groups' slots [num_rows], and rows [num_rows, GROUP] of those that have some.
 
-    A program has a row, and writes its group if the row is the group's first one. Groups are in the order of their
-    first rows. One program more ends the list. ALL_ROWS: num_rows rounded up to a power of two.
+    A program has a row, and writes its group if it is the group's first one. One program more ends the list.
     """
     row = tl.program_id(0)
     others = tl.arange(0, ALL_ROWS)
-    slots = tl.load(slots_ptr + others, mask=others < num_rows, other=-1)
-    group = tl.zeros([], dtype=tl.int32)
-    for first in range(0, tl.minimum(row, num_rows), COMPARED):
-        compared = first + tl.arange(0, COMPARED)
-        own = tl.load(slots_ptr + compared, mask=compared < num_rows, other=-1)
-        same = (own[:, None] == slots[None, :]) & (others[None, :] < compared[:, None])
-        starts = (own >= 0) & (tl.sum(same.to(tl.int32), 1) % GROUP == 0) & (compared < row)
-        group += tl.sum(starts.to(tl.int32), 0)
+    group = tl.sum(tl.load(starts_ptr + others, mask=others < tl.minimum(row, num_rows), other=0), 0)
     if row == num_rows:
         tl.store(group_slots_ptr + others, tl.full([ALL_ROWS], -1, tl.int32), mask=(others >= group) & (others < row))
-    else:
+    elif tl.load(starts_ptr + row) > 0:
         slot = tl.load(slots_ptr + row)
+        slots = tl.load(slots_ptr + others, mask=(others >= row) & (others < num_rows), other=-1)
         same = (slots == slot).to(tl.int32)
-        before = tl.sum(tl.where(others < row, same, 0), 0)
-        if (slot >= 0) & (before % GROUP == 0):
-            tl.store(group_slots_ptr + group, slot)
-            members = group_rows_ptr + group * GROUP
-            place = tl.cumsum(same, 0) - same - before
-            tl.store(members + place, others, mask=(same > 0) & (place >= 0) & (place < GROUP))
-            places = tl.arange(0, GROUP)
-            tl.store(members + places, tl.full([GROUP], -1, tl.int32), mask=places >= tl.sum(same, 0) - before)
+        place = tl.cumsum(same, 0) - same
+        tl.store(group_slots_ptr + group, slot)
+        members = group_rows_ptr + group * GROUP
+        tl.store(members + place, others, mask=(same > 0) & (place < GROUP))
+        places = tl.arange(0, GROUP)
+        tl.store(members + places, tl.full([GROUP], -1, tl.int32), mask=places >= tl.sum(same, 0))
+
+
+@triton.jit
+def _group(group_slots_ptr, group_rows_ptr, ranks_ptr, RANKS_STRIDE: tl.constexpr):
+    """Return this program's slot, whether it has an adapter for the layer, and its rows, -1 after the last one."""
+    group = tl.program_id(0)
+    slot = tl.load(group_slots_ptr + group)
+    has_own = slot >= 0
+    if has_own:
+        has_own = tl.load(ranks_ptr + slot * RANKS_STRIDE) > 0
+    rows = group_rows_ptr + group * _GROUP
+    row_0, row_1 = tl.load(rows).to(tl.int64), tl.load(rows + 1).to(tl.int64)
+    row_2, row_3 = tl.load(rows + 2).to(tl.int64), tl.load(rows + 3).to(tl.int64)
+    return slot.to(tl.int64), has_own, row_0, row_1, row_2, row_3
+
+
+@triton.jit
+def _shrunk(x_ptr, row, k, a_0, a_1, a_2, a_3, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return four blocks [RANK, BLOCK_K] of A, the first of input features k, times a row of x -> [RANK] float32.
+
+    The blocks' products are added first, so that threads sum up once. A block's rows are as wide as a warp loads at
+    once, so that no warp waits for another.
+    """
+    x_row = x_ptr + row * K + k
+    left = tl.where(row >= 0, K - k, 0)
+    x_0 = tl.load(x_row, mask=left > 0, other=0.0).to(tl.float32)
+    x_1 = tl.load(x_row + BLOCK_K, mask=left > BLOCK_K, other=0.0).to(tl.float32)
+    x_2 = tl.load(x_row + 2 * BLOCK_K, mask=left > 2 * BLOCK_K, other=0.0).to(tl.float32)
+    x_3 = tl.load(x_row + 3 * BLOCK_K, mask=left > 3 * BLOCK_K, other=0.0).to(tl.float32)
+    first = a_0.to(tl.float32) * x_0[None, :] + a_1.to(tl.float32) * x_1[None, :]
+    return tl.sum(first + a_2.to(tl.float32) * x_2[None, :] + a_3.to(tl.float32) * x_3[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink_group_kernel(
     x_ptr, group_slots_ptr, group_rows_ptr, a_ptr, ranks_ptr, h_ptr, tokens,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Like `lora.shrink_kernel`; a program has a group, one part's RANK rows of A, and SPAN input features."""
-    group = tl.program_id(0)
+    """Like `lora.shrink_kernel`; a program has a group, one part's RANK rows of A, and four blocks of input
+    features."""
+    slot, has_own, row_0, row_1, row_2, row_3 = _group(group_slots_ptr, group_rows_ptr, ranks_ptr, RANKS_STRIDE)
     features = tl.program_id(1) * RANK + tl.arange(0, RANK)
     split = tl.program_id(2)
-    slot = tl.load(group_slots_ptr + group)
-    has_own = slot >= 0
-    if has_own:
-        has_own = tl.load(ranks_ptr + slot * RANKS_STRIDE) > 0
-    rows = tl.load(group_rows_ptr + group * GROUP + tl.arange(0, GROUP), mask=has_own, other=-1)
-    a_rows = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * K
-    first = split * SPAN + tl.arange(0, BLOCK_K)
-    a = tl.load(a_rows + first[None, :], mask=has_own & (first < K)[None, :], other=0.0)
+    k = split * 4 * BLOCK_K + tl.arange(0, BLOCK_K)
+    a = a_ptr + slot * SLOT_STRIDE + features[:, None] * K + k[None, :]
+    left = tl.where(has_own, K - k, 0)[None, :]
+    a_0 = tl.load(a, mask=left > 0, other=0.0)
+    a_1 = tl.load(a + BLOCK_K, mask=left > BLOCK_K, other=0.0)
+    a_2 = tl.load(a + 2 * BLOCK_K, mask=left > 2 * BLOCK_K, other=0.0)
+    a_3 = tl.load(a + 3 * BLOCK_K, mask=left > 3 * BLOCK_K, other=0.0)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     if has_own:
-        is_row = (rows >= 0)[:, None]
-        x_rows = x_ptr + rows[:, None].to(tl.int64) * K
-        x = tl.load(x_rows + first[None, :], mask=is_row & (first < K)[None, :], other=0.0)
-        h = dot(x, tl.trans(a), tl.zeros([GROUP, RANK], dtype=tl.float32))
-        for start in tl.static_range(BLOCK_K, SPAN, BLOCK_K):
-            k = first + start
-            a = tl.load(a_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-            x = tl.load(x_rows + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
-            h = dot(x, tl.trans(a), h)
-        places = (split.to(tl.int64) * tokens + rows[:, None]) * WIDTH + features[None, :]
-        tl.store(h_ptr + places, h, mask=is_row)
+        places = h_ptr + split.to(tl.int64) * tokens * WIDTH + features
+        h_0 = _shrunk(x_ptr, row_0, k, a_0, a_1, a_2, a_3, K, BLOCK_K)
+        if row_1 >= 0:
+            # All rows are loaded before any result is stored, so that these loads do not wait for each other.
+            h_1 = _shrunk(x_ptr, row_1, k, a_0, a_1, a_2, a_3, K, BLOCK_K)
+            h_2 = _shrunk(x_ptr, row_2, k, a_0, a_1, a_2, a_3, K, BLOCK_K)
+            h_3 = _shrunk(x_ptr, row_3, k, a_0, a_1, a_2, a_3, K, BLOCK_K)
+            tl.store(places + row_1 * WIDTH, h_1)
+            tl.store(places + row_2 * WIDTH, h_2, mask=row_2 >= 0)
+            tl.store(places + row_3 * WIDTH, h_3, mask=row_3 >= 0)
+        tl.store(places + row_0 * WIDTH, h_0)
 
 
 @triton.jit
@@ -131,77 +163,77 @@ def part_of(
     return part, start + block * BLOCK_N, end
 
 
+@triton.jit
+def _expanded(h, y, b, dtype: tl.constexpr):
+    """y [BLOCK_N] + h, summed over its splits and rounded to `dtype`, times B [BLOCK_N, RANK], transposed."""
+    shrunk = round_to(tl.sum(h, 0), dtype).to(tl.float32)
+    return round_to(y.to(tl.float32) + tl.sum(b.to(tl.float32) * shrunk[None, :], 1), dtype)
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ranks_ptr"])
 def expand_group_kernel(
     h_ptr, group_slots_ptr, group_rows_ptr, b_ptr, ranks_ptr, y_ptr, tokens,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Like `lora.expand_kernel`; a program has a group and BLOCK_N features of one part.
-
-    The products that y has are those of the kernel in front of `shrink_group_kernel`, which has ended: that kernel
-    waits for it before it releases this one.
-    """
+    """Like `lora.expand_kernel`; a program has a group and BLOCK_N features of one part. ALL_SPLITS: SPLITS rounded up
+    to a power of two."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
-    group = tl.program_id(0)
+    slot, has_own, row_0, row_1, row_2, row_3 = _group(group_slots_ptr, group_rows_ptr, ranks_ptr, RANKS_STRIDE)
     part, start, end = part_of(tl.program_id(1), SIZE_0, SIZE_1, SIZE_2, SIZE_3, BLOCK_N)
     features = start + tl.arange(0, BLOCK_N)
+    inside = features < end
     r = tl.arange(0, RANK)
-    slot = tl.load(group_slots_ptr + group)
-    has_own = slot >= 0
-    if has_own:
-        has_own = tl.load(ranks_ptr + slot * RANKS_STRIDE) > 0
-    rows = tl.load(group_rows_ptr + group * GROUP + tl.arange(0, GROUP), mask=has_own, other=-1)
-    is_row = (rows >= 0)[:, None]
-    inside = is_row & (features < end)[None, :]
-    b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK
-    b = tl.load(b_rows + r[None, :], mask=has_own & (features < end)[:, None], other=0.0)
-    places = y_ptr + rows[:, None].to(tl.int64) * N + features[None, :]
-    y = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    b_rows = b_ptr + slot * SLOT_STRIDE + features[:, None] * RANK
+    b = tl.load(b_rows + r[None, :], mask=(has_own & inside)[:, None], other=0.0)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     if has_own:
-        h_rows = h_ptr + rows[:, None].to(tl.int64) * WIDTH + part * RANK + r[None, :]
-        h = tl.load(h_rows, mask=is_row, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            h += tl.load(h_rows + split * tokens.to(tl.int64) * WIDTH, mask=is_row, other=0.0)
-        tl.store(places, round_to(dot(round_to(h, dtype), tl.trans(b), y), dtype), mask=inside)
+        splits = tl.arange(0, ALL_SPLITS)[:, None]
+        is_split = splits < SPLITS
+        h = h_ptr + splits.to(tl.int64) * tokens * WIDTH + part * RANK + r[None, :]
+        places = y_ptr + features
+        h_0, y_0 = tl.load(h + row_0 * WIDTH, mask=is_split, other=0.0), tl.load(places + row_0 * N, mask=inside)
+        if row_1 >= 0:
+            has_2, has_3 = row_2 >= 0, row_3 >= 0
+            h_1, y_1 = tl.load(h + row_1 * WIDTH, mask=is_split, other=0.0), tl.load(places + row_1 * N, mask=inside)
+            h_2 = tl.load(h + row_2 * WIDTH, mask=is_split & has_2, other=0.0)
+            y_2 = tl.load(places + row_2 * N, mask=inside & has_2)
+            h_3 = tl.load(h + row_3 * WIDTH, mask=is_split & has_3, other=0.0)
+            y_3 = tl.load(places + row_3 * N, mask=inside & has_3)
+            tl.store(places + row_1 * N, _expanded(h_1, y_1, b, dtype), mask=inside)
+            tl.store(places + row_2 * N, _expanded(h_2, y_2, b, dtype), mask=inside & has_2)
+            tl.store(places + row_3 * N, _expanded(h_3, y_3, b, dtype), mask=inside & has_3)
+        tl.store(places + row_0 * N, _expanded(h_0, y_0, b, dtype), mask=inside)
 
 
 def group_rows(slots: Tensor) -> RowGroups:
     num_rows = len(slots)
     groups = RowGroups(slots.new_empty(num_rows), slots.new_empty(num_rows, GROUP))
     if num_rows:
-        launch(
-            group_rows_kernel,
-            (num_rows + 1, 1, 1),
-            (slots, *groups),
-            (num_rows,),
-            pdl=False,
-            GROUP=GROUP,
-            ALL_ROWS=triton.next_power_of_2(num_rows),
-            COMPARED=_COMPARED,
-        )
+        starts = torch.empty_like(slots)
+        same: dict[str, Any] = {"GROUP": GROUP, "ALL_ROWS": triton.next_power_of_2(num_rows)}
+        launch(group_starts_kernel, (num_rows, 1, 1), (slots, starts), (num_rows,), pdl=False, **same)
+        launch(group_rows_kernel, (num_rows + 1, 1, 1), (slots, starts, *groups), (num_rows,), pdl=False, **same)
     return groups
 
 
-def splits_of(features: int) -> int:
+def splits_of(features: int, rank: int) -> int:
     """Return the number of programs among which the sum over input features is split."""
-    return -(-features // _SPAN)
+    return -(-features // (4 * (_A_NUMBERS // rank)))
 
 
 def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeights) -> None:
     """`kernels.add_lora` for the rows of `groups`, the first ones of contiguous y and x, with slots of rank at most
     `MOST_RANK`."""
     tokens, k, num_slots, rank, width = len(groups.slots), x.shape[1], len(lora.a), lora.b.shape[-1], lora.a.shape[1]
-    block, splits = _B_NUMBERS // rank, splits_of(k)
-    span = min(_SPAN, triton.next_power_of_2(k))
+    block, splits = _B_NUMBERS // rank, splits_of(k, rank)
     # Each slot has at most one group that is not full.
     num_groups = min(tokens, num_slots + tokens // GROUP)
     h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
-    same: dict[str, Any] = {"WIDTH": width, "RANK": rank, "RANKS_STRIDE": lora.ranks.stride(0), "GROUP": GROUP}
+    same: dict[str, Any] = {"WIDTH": width, "RANK": rank, "RANKS_STRIDE": lora.ranks.stride(0)}
     launch(
         shrink_group_kernel,
         (num_groups, width // rank, splits),
@@ -210,8 +242,7 @@ def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeight
         num_warps=_A_WARPS,
         K=k,
         SLOT_STRIDE=lora.a.stride(0),
-        SPAN=span,
-        BLOCK_K=min(span, _A_NUMBERS // rank),
+        BLOCK_K=_A_NUMBERS // rank,
         **same,
     )
     sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
@@ -228,5 +259,6 @@ def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeight
         SLOT_STRIDE=lora.b.stride(0),
         BLOCK_N=block,
         SPLITS=splits,
+        ALL_SPLITS=triton.next_power_of_2(splits),
         **same,
     )
