@@ -21,7 +21,7 @@ from asyncllm.lite.observed import InputStatistics, Observed
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.search import Reader
 from asyncllm.lite.smoothing import Group, Masters, Rows, groups, plain_layers
-from asyncllm.lite.tensors import restored, stored_weights
+from asyncllm.lite.tensors import Stored, module_of_expert, restored, stored_weights
 from asyncllm.lite.tower import copy_tower_files, tower_modules
 from asyncllm.lite.unfinished import Unfinished, unfinished
 from asyncllm.lite.walk import Batch, Comparison, Walk
@@ -86,7 +86,7 @@ def input_statistics(
     for layer in range(count):
         walk.fill(f"layers.{layer}")
         inputs = _observe(walk, layer, batches)
-        for stored in stored_weights(walk, layer):
+        for stored in (each for name in walk.names(layer) for each in stored_weights(walk, name)):
             seen = inputs.get((id(stored.matrix.layer), stored.matrix.expert))
             if seen is not None and stored.suffix == "weight":
                 # Projections with the same input share one vector, but a file stores each separately.
@@ -165,26 +165,29 @@ class _Quantizer:
         inputs = _observe(walk, layer, self._batches)
         masters, plain = Masters(block), plain_layers(walk.layers[layer])
         self._move(layer, masters, inputs, {id(each) for each in plain})
-        weights = {each.name: each for each in stored_weights(walk, layer)}
         for name in walk.names(layer):
-            stored = weights.get(name)
-            if stored is None or stored.suffix != "weight" or any(stored.matrix.layer is each for each in plain):
-                changed = restored(walk.plan, name, stored, masters, self._entries[name].dtype)
-                yield name, next(iter(walk.checkpoint.read([name])))[1] if changed is None else changed
-                if stored is not None and stored.suffix == "weight":
-                    self.plain.append(stored.module)
-                continue
-            held = masters.weight(stored.matrix)
-            rounded = self._recipe.round(held[stored.rows], inputs.get((id(stored.matrix.layer), stored.matrix.expert)))
-            held[stored.rows] = rounded.values
-            self.quantized.append(stored.module)
-            for suffix, tensor in rounded.tensors.items():
-                whole = tensor.t() if suffix == "weight" and stored.transposed else tensor
-                yield f"{stored.module}.{suffix}", whole.cpu().contiguous()
+            weights = stored_weights(walk, name)
+            rounded = [each for each in weights if each.suffix == "weight" and each.matrix.layer not in plain]
+            for stored in rounded:
+                yield from self._rounded(stored, masters, inputs)
+            if not rounded:
+                kept = list(restored(walk.plan, name, weights, masters, self._entries[name].dtype))
+                yield from kept or walk.checkpoint.read([name])
+                self.plain += [each.module for each in weights if each.suffix == "weight"]
         masters.write_back()
         for batch in (*self._batches, *self._after):
             batch.hidden = walk.run(layer, batch)
         walk.empty(part)
+
+    def _rounded(self, stored: Stored, masters: Masters, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+        """Round a weight in place and yield its tensors by their names in the file."""
+        held = masters.weight(stored.matrix)
+        rounded = self._recipe.round(held[stored.rows], inputs.get((id(stored.matrix.layer), stored.matrix.expert)))
+        held[stored.rows] = rounded.values
+        self.quantized.append(stored.module)
+        for suffix, tensor in rounded.tensors.items():
+            whole = tensor.t() if suffix == "weight" and stored.transposed else tensor
+            yield f"{stored.module}.{suffix}", whole.cpu().contiguous()
 
     def _move(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
         """Move scales, group by group, so that the layer's output stays the same."""
@@ -249,18 +252,29 @@ def _check_tensors(walk: Walk, recipe: Recipe) -> None:
             target, owner = walk.plan.targets[name], walk.plan.owner(name)
             if not isinstance(owner, Weighted) or id(owner) in plain or target.keys[0][0] != "weight":
                 continue
-            if target.stack is not None or not name.endswith(".weight"):
+            if not _has_place(walk, name):
                 raise UnsupportedModel(
-                    f"{folder}: {short(name)} holds the weights of all experts, for which the format of the files has "
-                    f"no place. Convert the checkpoint to one with a tensor for each expert."
+                    f"{folder}: {short(name)} has no place in quantized files, which name weights by their modules. "
+                    f"Convert the checkpoint to one with a module for each weight."
                 )
-            n, k = walk.checkpoint.tensors[name].shape[:: -1 if target.transposed else 1]
-            try:
-                recipe.check(n, k)
-            except InvalidCheckpoint as error:
-                raise InvalidCheckpoint(f"{folder}: {short(name)}: {error}.") from None
-            except InvalidParameter as error:
-                raise InvalidParameter(f"{short(name)}: {error}", error.param) from None
+            sizes = [walk.checkpoint.tensors[name].shape[:: -1 if target.transposed else 1]]
+            if target.stack is not None:
+                sizes = [owner.whole_shapes[part] for part in dict.fromkeys(part for _, part, _ in target.keys)]
+            for n, k in sizes:
+                try:
+                    recipe.check(n, k)
+                except InvalidCheckpoint as error:
+                    raise InvalidCheckpoint(f"{folder}: {short(name)}: {error}.") from None
+                except InvalidParameter as error:
+                    raise InvalidParameter(f"{short(name)}: {error}", error.param) from None
+
+
+def _has_place(walk: Walk, name: str) -> bool:
+    """Return whether quantized files can hold the weight of tensor `name`, or of each expert that it holds."""
+    target = walk.plan.targets[name]
+    if target.stack is None:
+        return name.endswith(".weight")
+    return all(module_of_expert(walk, name, part) for part in dict.fromkeys(part for _, part, _ in target.keys))
 
 
 def quantize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -27,7 +28,7 @@ from asyncllm.models.weights import plan_load
 __all__ = ["Batch", "Comparison", "Walk"]
 
 _BLOCK_SIZE = 64
-"""Tokens per block of the cache, which exists for one layer and batch."""
+"""Maximum number of tokens per block of the cache, which exists for one layer and batch."""
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class Walk:
                 f"a time. Use the model as it is."
             )
         self.dtype, self.device = dtype, device
+        # Chunks of attention begin with a block.
+        self._block_size = math.gcd(_BLOCK_SIZE, *(each for each in self.model.config.chunks if each is not None))
         self.plan = plan_load(self.model, self.checkpoint, self.model.weight_map)
         self.model.place_rotaries(device)
         self._names: dict[str, list[str]] = defaultdict(list)
@@ -119,7 +122,7 @@ class Walk:
     def run(self, layer: int, batch: Batch) -> Tensor:
         """Return the residual stream of a batch after a filled layer [T, hidden], in host memory."""
         block = self.layers[layer]
-        blocks = sum(-(-length // _BLOCK_SIZE) for length in batch.lens)
+        blocks = sum(-(-length // self._block_size) for length in batch.lens)
         caches: list[object] = [None] * len(self.model.cache_specs)
         for module in block.modules():
             if isinstance(module, AnyAttention):
@@ -134,9 +137,9 @@ class Walk:
         """Return an empty cache of some blocks for one layer."""
         tensors = [
             torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
-            for part in spec.parts(_BLOCK_SIZE, self.dtype)
+            for part in spec.parts(self._block_size, self.dtype)
         ]
-        return spec.cache(tensors, _BLOCK_SIZE)
+        return spec.cache(tensors, self._block_size)
 
     @torch.no_grad()
     def compare(self, before: Sequence[Batch], after: Sequence[Batch]) -> Comparison:
@@ -167,10 +170,10 @@ class Walk:
         """Return all sequences of a batch as prompts, each with blocks of its own."""
         lens = torch.tensor(batch.lens)
         ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-        widths = -(-lens // _BLOCK_SIZE)
+        widths = -(-lens // self._block_size)
         first = torch.cat([widths.new_zeros(1), widths.cumsum(0)])[:-1]
         positions = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lens)
-        places = positions + first.repeat_interleave(lens) * _BLOCK_SIZE
+        places = positions + first.repeat_interleave(lens) * self._block_size
         tables = (first[:, None] + torch.arange(int(widths.max()))).clamp(max=int(widths.sum()) - 1)
         device = self.device
         return StepInputs(

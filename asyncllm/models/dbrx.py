@@ -8,6 +8,7 @@ from asyncllm.kernels import Routing
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import expert_rows
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
@@ -29,6 +30,7 @@ class Dbrx(DecoderLM):
             f"{_BLOCK}.ffn.experts.mlp.w1": "layers.{i}.mlp.gate_up:weight[gate:joined]",
             f"{_BLOCK}.ffn.experts.mlp.v1": "layers.{i}.mlp.gate_up:weight[up:joined]",
             f"{_BLOCK}.ffn.experts.mlp.w2": "layers.{i}.mlp.down:weight[:joined_transposed]",
+            **expert_rows(f"{_BLOCK}.ffn.experts.mlp", names=("w1", "v1", "w2")),
             "transformer.norm_f": "norm",
             "lm_head": "head",
         }

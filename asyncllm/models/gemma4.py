@@ -12,6 +12,7 @@ from asyncllm.layers.layer_inputs import LayerInputBlock
 from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.normed_experts import NormedMoE
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
+from asyncllm.models.expert_rows import expert_rows
 from asyncllm.models.layer_input_model import LayerInputConfig, LayerInputLM, sources_of, text_part, text_weights
 from asyncllm.models.registry import register
 
@@ -44,9 +45,7 @@ class Gemma4(LayerInputLM):
             "model.layers.{i}.router.per_expert_scale": "layers.{i}.experts.scales:value",
             "model.layers.{i}.experts.gate_up_proj": "layers.{i}.experts.gate_up:weight[gate+up:stacked]",
             "model.layers.{i}.experts.down_proj": "layers.{i}.experts.down:weight[:stacked]",
-            "model.layers.{i}.experts.{e}.gate_proj": "layers.{i}.experts.gate_up[gate,{e}]",
-            "model.layers.{i}.experts.{e}.up_proj": "layers.{i}.experts.gate_up[up,{e}]",
-            "model.layers.{i}.experts.{e}.down_proj": "layers.{i}.experts.down[{e}]",
+            **expert_rows("model.layers.{i}.experts", "layers.{i}.experts"),
             "model.layers.{i}.post_feedforward_layernorm_1": "layers.{i}.beside_norm",
             "model.layers.{i}.pre_feedforward_layernorm_2": "layers.{i}.experts.input_norm",
             "model.layers.{i}.post_feedforward_layernorm_2": "layers.{i}.experts.output_norm",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import expert_rows
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -32,6 +33,7 @@ class GptOss(DecoderLM):
             f"{_EXPERTS}.down_proj_scales": "layers.{i}.mlp.down:scales[:stacked]",
             f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down:weight[:stacked_transposed]",
             f"{_EXPERTS}.down_proj_bias": "layers.{i}.mlp.down:bias[:stacked]",
+            **expert_rows(_EXPERTS),
         }
     )
     tiny: ClassVar[dict[str, Any]] = {

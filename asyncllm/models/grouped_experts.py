@@ -7,15 +7,13 @@ from typing import Any, Literal
 
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
+from asyncllm.models.expert_rows import expert_rows
 
 __all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense"]
 
 DEEPSEEK_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
-    **{
-        f"model.layers.{{i}}.mlp.experts.{{e}}.{each}_proj": f"layers.{{i}}.mlp.{target}"
-        for each, target in (("gate", "gate_up[gate,{e}]"), ("up", "gate_up[up,{e}]"), ("down", "down[{e}]"))
-    },
+    **expert_rows("model.layers.{i}.mlp.experts"),
     **{
         f"model.layers.{{i}}.mlp.shared_experts.{each}_proj": f"layers.{{i}}.mlp.shared.{target}"
         for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))

@@ -8,6 +8,7 @@ from asyncllm.kernels import Routing
 from asyncllm.layers.rotary import QueryScaling
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import expert_rows
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
@@ -26,6 +27,7 @@ _TEXT = (
             f"{_MLP}.router": "layers.{i}.mlp.router",
             f"{_MLP}.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked_transposed]",
             f"{_MLP}.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked_transposed]",
+            **expert_rows(f"{_MLP}.experts"),
             f"{_MLP}.shared_expert.gate_proj": "layers.{i}.mlp.shared.gate_up[gate]",
             f"{_MLP}.shared_expert.up_proj": "layers.{i}.mlp.shared.gate_up[up]",
             f"{_MLP}.shared_expert.down_proj": "layers.{i}.mlp.shared.down",

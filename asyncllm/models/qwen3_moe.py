@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import expert_rows
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -14,9 +15,7 @@ __all__ = ["QWEN_EXPERTS", "Qwen3MoE", "qwen_experts"]
 
 QWEN_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
-    "model.layers.{i}.mlp.experts.{e}.gate_proj": "layers.{i}.mlp.gate_up[gate,{e}]",
-    "model.layers.{i}.mlp.experts.{e}.up_proj": "layers.{i}.mlp.gate_up[up,{e}]",
-    "model.layers.{i}.mlp.experts.{e}.down_proj": "layers.{i}.mlp.down[{e}]",
+    **expert_rows("model.layers.{i}.mlp.experts"),
 }
 
 

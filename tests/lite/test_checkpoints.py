@@ -138,6 +138,10 @@ OF_FAMILIES: dict[str, tuple[str, dict[str, Any], Format | Eight]] = {
     ),
     "falcon_h1": ("smooth_quant", {}, formats.smooth_quant()),
     "lfm2": ("blocked_fp8", {}, formats.fp8("block")),
+    # All experts of a layer in one tensor.
+    "llama4": ("auto_gptq", {"w_group_size": -1}, formats.gptq(4, -1, symmetric=False)),
+    "gpt_oss": ("smooth_quant", {}, formats.smooth_quant()),
+    "granite_hybrid": ("blocked_fp8", {}, formats.fp8("block")),
 }
 """What is written of families with other layers than Llama's."""
 

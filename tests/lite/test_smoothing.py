@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,17 @@ def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"]
+    "family",
+    [
+        *("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"),
+        *("gpt_oss", "llama4", "dbrx", "gemma4_26b"),
+    ],
 )
 def test_experts_and_routers_take_part(family: str, tmp_path: Path) -> None:
     source = build_checkpoint(family, tmp_path / "source")
     _, settings = moved(source, tmp_path / "moved")
-    assert any(name.endswith("gate") for name in settings["plain"])
-    assert any(".experts." in name or name.startswith("mlp.experts") for name in settings["quantized"])
+    assert any(name.endswith(("gate", "router", "router.layer", "router.proj")) for name in settings["plain"])
+    assert any(re.search(r"experts\.(mlp\.)?\d", name) for name in settings["quantized"])
     before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved"))
     assert (after - before).abs().max() < 5e-5 * before.abs().max()
 
