@@ -18,7 +18,6 @@ __all__ = [
     "Rounding",
     "ScaledWeight",
     "expand",
-    "gate_is_fused",
     "linear_rounded",
     "linear_rounded_silu_mul",
     "linear_scaled",
@@ -103,18 +102,15 @@ def linear_rounded(
 
 
 @op("linear.scaled:linear_rounded_silu_mul")
-def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
-    """`silu_mul` of `linear_rounded` -> [T, N // 2] of `dtype`."""
-    return silu_mul(_product(codes, scales, weight, None, dtype))
+def linear_rounded_silu_mul(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype
+) -> Tensor | None:
+    """Return `silu_mul` of `linear_rounded` [T, N // 2] in `dtype`, or None if `linear_rounded` and `gate_rounded` take
+    less time.
 
-
-@op("linear.scaled:gate_is_fused")
-def gate_is_fused(codes: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> bool:
-    """Return whether `linear_rounded_silu_mul` and rounding take less time than a product and `gate_rounded`.
-
-    So they do for one row, where a kernel that gates and rounds waits for a single multiprocessor.
+    For one row they do not, since a kernel that gates and rounds a row runs on a single multiprocessor.
     """
-    return len(codes) == 1
+    return silu_mul(_product(codes, scales, weight, None, dtype)) if len(codes) == 1 else None
 
 
 def _product(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -163,8 +163,6 @@ class Scaled(LinearMethod):
         weight = _weight(layer)
         if activation != "silu" or layer.has_bias or weight.rounding.grouped:
             return None
-        if not kernels.gate_is_fused(rows.codes, weight, dtype=rows.dtype):
-            return None
         return kernels.linear_rounded_silu_mul(rows.codes, rows.scales, weight, dtype=rows.dtype)
 
     def embed(self, layer: Weighted, ids: Tensor, scale: float | None) -> Tensor:

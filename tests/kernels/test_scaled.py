@@ -152,14 +152,22 @@ def test_one_token_without_tensor_cores(n: int, k: int, config: GemvConfig, dtyp
     torch.testing.assert_close(gated, kernels.silu_mul(out), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_rounded_rows_with_the_gate_behind(tokens: int) -> None:
-    weight = scaled_weight(48, 2056, FP8, grouped=False)
-    codes, scales, _ = round_rows(random(tokens, 2056, dtype=torch.bfloat16), weight.rounding)
+@pytest.mark.parametrize("k", [2056, 256])
+def test_one_rounded_row_with_the_gate(k: int) -> None:
+    """By a kernel with the gate, and for the shorter row by tiles and a separate gate."""
+    weight = scaled_weight(48, k, FP8, grouped=False)
+    codes, scales, _ = round_rows(random(1, k, dtype=torch.bfloat16), weight.rounding)
     wanted = kernels.silu_mul(launchers.linear_rounded(codes, scales, weight, dtype=torch.bfloat16))
     for product in (launchers.linear_rounded_silu_mul, kernels.linear_rounded_silu_mul):
         y = product(codes, scales, weight, dtype=torch.bfloat16)
         torch.testing.assert_close(y, wanted, atol=1e-2, rtol=1e-2)
+
+
+def test_several_rows_leave_the_gate_to_the_next_rounding() -> None:
+    weight = scaled_weight(48, 256, FP8, grouped=False)
+    codes, scales, _ = round_rows(random(3, 256, dtype=torch.bfloat16), weight.rounding)
+    for product in (launchers.linear_rounded_silu_mul, kernels.linear_rounded_silu_mul):
+        assert product(codes, scales, weight, dtype=torch.bfloat16) is None
 
 
 @KINDS

@@ -84,8 +84,8 @@ with 64."""
 
 
 DENSE_TILES = 192
-"""From this average number of tokens per expert, `linear/hopper_experts.py` multiplies. On an H200, us of a layer in
-blocks of 128 and there: Qwen3-30B-A3B 634, 641 at 128 and 1,442, 1,270 at 512; DeepSeek-V2-Lite 380, 420 at 96, 613,
+"""Average number of tokens per expert from which `linear/hopper_experts.py` multiplies. On an H200, in us for a layer
+in blocks of 128 and there: Qwen3-30B-A3B 634, 641 at 128 and 1,442, 1,270 at 512; DeepSeek-V2-Lite 380, 420 at 96, 613,
 525 at 192, and 1,692, 1,564 at 768; Mixtral-8x7B 1,128, 994 at 128 and 11,173, 9,075 at 2,048."""
 
 SUM_TILE = 1024
@@ -94,8 +94,8 @@ SUM_TILE = 1024
 
 @triton.jit
 def order(values, places, PADDED: tl.constexpr):
-    """Return an integer that rises with the value and, among equal ones, falls with the place: one maximum finds the
-    next choice, and it is an existing place even if values are NaN. `places` are below PADDED, a power of 2."""
+    """Return a sort key that rises with the value and, among equal ones, falls with the place. Its maximum is the next
+    choice, and an existing place even if values are NaN. `places` are below PADDED, a power of 2."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (rank << 32) + (PADDED - 1 - places)
@@ -103,6 +103,7 @@ def order(values, places, PADDED: tl.constexpr):
 
 @triton.jit
 def place_of(key, PADDED: tl.constexpr):
+    """Return the place in a key of `order`."""
     return PADDED - 1 - (key & (PADDED - 1)).to(tl.int32)
 
 
@@ -126,6 +127,8 @@ def route_kernel(
     PADDED_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """Choose TOP_K experts for each token from logits [T, NUM_EXPERTS] -> weights and expert_ids [T, TOP_K]. A program
+    has one token. See `asyncllm.kernels.moe.route`."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED_EXPERTS)
     exists = expert < NUM_EXPERTS
@@ -257,7 +260,7 @@ def tile_of(max_blocks, OUTPUTS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, BLOCK
 
 @triton.jit
 def assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS: tl.constexpr, UNGROUPED: tl.constexpr):
-    """Return a block's assignments [BLOCK_TOKENS], num_assignments where there is none."""
+    """Return a block's assignments [BLOCK_TOKENS], with num_assignments for padding."""
     lane = tl.arange(0, BLOCK_TOKENS)
     if UNGROUPED:
         return tl.where(lane == 0, block, num_assignments)
@@ -267,7 +270,7 @@ def assignments_of(block, assignments_ptr, num_assignments, BLOCK_TOKENS: tl.con
 
 @triton.jit
 def rows_of(first_output, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, SWIGLU: tl.constexpr):
-    """Return the rows of an expert's weight in a tile; rows beyond the end are the last one."""
+    """Return the rows of an expert's weight in a tile. Rows beyond the end repeat the last one."""
     tile_row = tl.arange(0, TILE_ROWS)
     if SWIGLU:
         # 8 rows of the gate alternate with the same 8 of up: tensor cores leave rows r and r + 8 in one thread.
@@ -312,8 +315,8 @@ def weighted_sum_kernel(
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """y [*, WIDTH] of each assignment times weights [T, TOP_K] -> out [T, WIDTH]. PLACED: rows of y are at places [T *
-    TOP_K], by assignment."""
+    """Sum y [*, WIDTH] of each token's assignments times weights [T, TOP_K] -> out [T, WIDTH]. PLACED: the row of y of
+    each assignment is in places [T * TOP_K]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = column < WIDTH
@@ -378,8 +381,8 @@ def fused_experts(
 ) -> Tensor:
     """Launch the op of `asyncllm.kernels.moe`. All arguments are contiguous."""
     num_tokens, top_k = expert_ids.shape
-    # So few assignments hardly ever share an expert. Both all assignments and all experts count, because those of this
-    # rank get their share.
+    # So few assignments rarely share an expert. Assignments and experts of all ranks are counted, since those of this
+    # rank are in proportion.
     few = num_tokens * top_k <= max(top_k, max(len(gate_up), num_chosen_from) // 8)
     if not few or not num_tokens or x.element_size() != 2:
         return fused_experts_invariant(
@@ -422,7 +425,7 @@ def fused_experts_invariant(
     out = torch.empty_like(x)
     if not num_tokens:
         return out
-    # As above, for this rank.
+    # The experts of all ranks, to which the assignments refer.
     num_all = max(num_experts, num_chosen_from)
     plain = gate_up_bias is None and down_bias is None and limit is None and not gelu
     if plain and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
@@ -442,7 +445,7 @@ def fused_experts_invariant(
 
 
 def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: int, num_experts: int) -> bool:
-    """Return whether `linear/hopper_experts.py` supports these experts and is the faster way."""
+    """Return whether `linear/hopper_experts.py` supports these experts and is faster."""
     hidden_size = down.shape[2]
     return (
         num_assignments >= DENSE_TILES * num_experts
@@ -470,8 +473,8 @@ def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
 
 
 def add_up(outputs: Tensor, weights: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-    """outputs [T k, W] of the assignments times weights [T, k] -> out [T, W]. places [T k]: the row of outputs of each
-    assignment, unless its weight is zero."""
+    """Sum outputs [T * k, W] of each token's assignments times weights [T, k], and write out [T, W]. places [T * k]:
+    the row of outputs of each assignment, unless its weight is zero."""
     num_tokens, top_k = weights.shape
     width = out.shape[1]
     tile = min(SUM_TILE, triton.next_power_of_2(width))
@@ -528,8 +531,8 @@ def multiply(
 
 
 def tokens_per_block(num_assignments: int, num_experts: int) -> int:
-    """Return one and a half times the average number of tokens per expert, so that most experts fill at least one
-    block."""
+    """Return the smallest block size of at least one and a half times the average number of tokens per expert, so that
+    most experts need a single block."""
     for block_tokens in TILES:
         if 2 * num_experts * block_tokens >= 3 * num_assignments:
             return block_tokens

@@ -1,8 +1,8 @@
-"""Latent decode attention: one query per row, the lines of all rows shared out evenly over a fixed grid.
+"""Latent decode attention: one query per row, with the lines of all rows divided evenly over a fixed grid.
 
-A block has a tile of query heads, and reads each line of its keys once: what comes in for the product with the queries
-is, turned, the first operand of the product with the weights. Lines of 16 bits whose sizes it takes go to
-`latent.hopper` where there is one; this kernel has the others.
+A block has a tile of query heads and reads each of its lines once: an operand of the product with the queries is,
+transposed, also the first operand of the product with the weights. On Hopper, 16-bit lines of supported sizes use
+`latent.hopper`; this kernel serves the others.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def _store_merged(
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The parts of one row and head tile as one softmax state, and its result; CHUNK numbers of a head at a time.
+    """Merge the softmax states of the parts of one row and head tile, and store the result, CHUNK numbers of a head at
+    a time.
 
-    target [1, HEADS] points to the heads' results. Other blocks wrote the parts during this kernel, so they are read
+    target [1, HEADS]: pointers to the heads' results. Other blocks wrote the parts during this kernel, so they are read
     from L2 (.cg)."""
     heads = tl.arange(0, HEADS)
     states = partials + 2 * tl.num_programs(0) * HEADS * RANK
@@ -98,7 +99,7 @@ def latent_decode_kernel(
     CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Strides of a token and of a head; the padded sizes end in BLOCK."""
+    """STRIDE and HEAD: strides of a token and of a head. Padded sizes end in BLOCK."""
     WIDTH: tl.constexpr = RANK + ROPE
     HEAD_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     wait_for_producers(USE_PDL)
@@ -125,7 +126,7 @@ def latent_decode_kernel(
         taken = tl.minimum(per_head - tile, left)
         begin = tile
         end = tl.minimum(begin + taken, tl.cdiv(length, TILE))
-        # What comes after, so that its description is here by then.
+        # The next part, whose description is loaded ahead of its use.
         next_head = (head_tile + 1) % HEAD_TILES
         next_row = row + (next_head == 0).to(tl.int32)
         more = left > taken
@@ -152,7 +153,7 @@ def latent_decode_kernel(
             base = tile_start(page, first_key, 0, 1, PAGE, WIDTH)
             page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
             there = first_key + tokens < length
-            # Lines of no row may be NaN, and 0 times NaN is NaN: they are replaced, not just given no weight.
+            # Lines beyond the row's end may be NaN, and 0 times NaN is NaN, so they are replaced, not just weighted 0.
             inside = there[:, None] if RANK_BLOCK == RANK else there[:, None] & (ranks < RANK)[None, :]
             lines = tl.load(pages + base + latent_offsets, mask=inside, other=0.0)
             inside = there[:, None] if ROPE_BLOCK == ROPE else there[:, None] & (ropes < ROPE)[None, :]

@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 GATHERED = 16
-"""Lines of a program that gathers them."""
+"""Number of lines that a program gathers."""
 
 
 class ExpandedConfig(NamedTuple):
     rows: int
-    """Queries of a tile."""
+    """Number of queries of a tile."""
     tile: int
     """Keys per step of the inner loop."""
     num_warps: int
@@ -41,23 +41,23 @@ class ExpandedConfig(NamedTuple):
 
 
 EXPANDED_CONFIGS = {2: ExpandedConfig(128, 64, 8, 3), 4: ExpandedConfig(32, 16, 8, 2)}
-"""By bytes per number. Not timed yet: chosen by what compiles for sm_90 without spilled registers."""
+"""By bytes per number. Not timed: chosen to compile for sm_90 without spilled registers."""
 
 
 class ExpandedRows(NamedTuple):
     """The plan of a step on a GPU."""
 
     entries: Tensor
-    """As of `attention.plan.PrefillTiles`."""
+    """As in `attention.plan.PrefillTiles`."""
     starts: Tensor
-    """[B] int32: each row's first key among those of all rows."""
+    """[B] int32: the index of each row's first key among those of all rows."""
     kv_lens: Tensor
     block_tables: Tensor
     config: ExpandedConfig
     num_heads: int
     num_keys: int
     longest: int
-    """Most keys of a row."""
+    """Maximum number of keys of a row."""
     num_tiles: int
 
 
@@ -98,7 +98,7 @@ def gather_lines_kernel(
     LINES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """A program has LINES lines of a row."""
+    """Copy each row's lines from the cache to contiguous latents and keys. A program has LINES lines of a row."""
     WIDTH: tl.constexpr = RANK + ROPE
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
@@ -158,7 +158,8 @@ def _attend_tiles(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Tiles begin to end - 1 of a row's keys. `kv` and `keys` point to its first key, and to that of one head."""
+    """Attend to tiles begin to end - 1 of a row's keys. `kv` and `keys` point to the row's first key, `kv` to that of
+    one head."""
     NOPE_BLOCK: tl.constexpr = nope.shape[1]
     ROPE_BLOCK: tl.constexpr = rope.shape[1]
     VALUE_BLOCK: tl.constexpr = acc.shape[1]
@@ -195,7 +196,7 @@ def _attend_tiles(
 
 @triton.jit
 def _load(pointers, features, SIZE: tl.constexpr):
-    """[N, features], zeros from SIZE on."""
+    """Load [N, features], with zeros from SIZE on."""
     if features.shape[0] == SIZE:
         return tl.load(pointers)
     else:
@@ -249,7 +250,7 @@ def expanded_prefill_kernel(
     weight_sum = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], FLOOR, tl.float32)
     kv_end = position + count
-    # Tiles that every query sees whole, then those that some see in part.
+    # Tiles that every query attends to as a whole, then those with masked keys.
     whole = (position + 1) // TILE
     own_kv = kv + start * KV_STRIDE + head * (NOPE + VALUE)
     own_keys = keys + start * ROPE

@@ -1,4 +1,4 @@
-"""What stands between latent attention's projections and its cache: the latents' norm, and the rotation."""
+"""Latent attention's steps between projections and cache: the latents' norm and the rotation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from asyncllm.kernels.triton.rotary import load_pairs, store_pairs
 __all__ = ["rope_fill_latent", "rope_fill_latent_kernel"]
 
 ROWS = 32
-"""Query heads that a program turns at a time. Not timed yet."""
+"""Number of query heads that a program rotates at a time. Not timed."""
 
 
 @triton.jit
 def _turn(line_ptr, cos, sin, inside, dtype: tl.constexpr, target_ptr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Read pairs of features of some lines, turn them, and store them at target_ptr. cos and sin [1, BLOCK]."""
+    """Load pairs of features of some lines, rotate them, and store them at target_ptr. cos and sin [1, BLOCK]."""
     first, second = load_pairs(line_ptr, inside, PAIRS, cos.shape[1], INTERLEAVED)
     new_first = round_to(first * cos - second * sin, dtype)
     new_second = round_to(second * cos + first * sin, dtype)
@@ -65,7 +65,7 @@ def rope_fill_latent_kernel(
     latent = tl.load(kv_ptr + token * WIDTH + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
     angle = token * (2 * PAIRS) + pair
     cos = tl.load(cos_ptr + angle, mask=pair < PAIRS, other=1.0)[None, :]
-    # The second half of the table has the sines with their own sign.
+    # The second half of the table has the sines with positive sign.
     sin = tl.load(sin_ptr + PAIRS + angle, mask=pair < PAIRS, other=0.0)[None, :]
 
     scaled = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)

@@ -1,16 +1,16 @@
-"""Latent decode attention for Hopper, in Gluon: `latent.decode` with lines that are copied by TMA.
+"""Latent decode attention for Hopper, in Gluon: `latent.decode` with lines copied by TMA.
 
-What bounds `latent_decode_kernel` is how long a tile's products take. Here a tile has 64 lines, so that both products
-are wgmma with lines in shared memory as their first operand: the scores of 64 keys, and, turned, the sums of weighted
-latents. One warp (the producer) walks over the block's tiles, looks up where in the cache they lie, and keeps a ring of
-STAGES tiles full; the other four (the consumer) multiply. Neither waits for the other where a row ends.
+`latent_decode_kernel` is bound by the time of a tile's products. Here a tile has 64 lines, so that both products are
+wgmma with lines in shared memory as their first operand: the scores of 64 keys and, transposed, the sums of weighted
+latents. One warp (the producer) iterates over the block's tiles, looks up their positions in the cache, and keeps a
+ring of STAGES tiles full; the other four (the consumer) multiply. Neither waits for the other at the end of a row.
 
 Barriers, one pair per stage, each with a phase bit that flips when it completes: `full` when the copies have brought a
 tile, `empty` when the consumer has read it.
 
-A row's last tile may hold fewer keys. What follows them in the cache may be NaN, and 0 times NaN is NaN. So the copy
-starts so many lines earlier that the last key is the tile's last line: in front of the cache's block TMA fills in
-zeros, and lines of the tile before have been found to be numbers. A tile's keys are its last lines, in short.
+A row's last tile may have fewer keys. The lines after them in the cache may be NaN, and 0 times NaN is NaN. The copy
+therefore starts early enough that the last key is the tile's last line. Before the beginning of a cache block TMA pads
+with zeros, and otherwise the earlier lines belong to the previous tile. A tile's keys are thus always its last lines.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from asyncllm.kernels.triton.linear.hopper import next_stage, synchronize
 __all__ = ["HOPPER_LINES", "compile_options", "hopper_decode_kernel", "latent_decode_hopper"]
 
 HOPPER_LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-"""How a tile lies in shared memory, as one of a batch."""
+"""Layout of a tile in shared memory, as one of a batch."""
 
 STAGES = 2
-"""Tiles on the way: what shared memory has room for at rank 512."""
+"""Number of tiles in the ring, as many as fit shared memory at rank 512."""
 
 
 @gluon.jit
 def _first_segment(work):
-    """Return the block's entry of the plan: row, head tile, tile, how many tiles are left, and the row's numbers."""
+    """Return the block's entry of the plan: row, head tile, tile and number of remaining tiles, and the row's start,
+    tiles per head and length."""
     entry = work + HEADER + gl.program_id(0) * ENTRY
     return (
         gl.load(entry),
@@ -63,8 +64,7 @@ def _first_segment(work):
 
 @gluon.jit
 def _next_segment(work, row, head_tile, start, per_head, length, HEAD_TILES: gl.constexpr, more):
-    """Return the row and head tile that follow, and the row's first tile in the list of all, its tiles per head, its
-    length."""
+    """Return the next row and head tile, and the row's start in the list of all tiles, tiles per head and length."""
     head_tile += 1
     wrapped = head_tile == HEAD_TILES
     row = gl.where(wrapped, row + 1, row)
@@ -184,7 +184,7 @@ def _consume(
             acc = acc * fade[None, :]
             acc = warpgroup_mma(lines.index(stage).permute((1, 0)), weights_memory, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            # All warps have read the stage, and the weights.
+            # All warps must have read the stage and the weights.
             synchronize()
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, STAGES)
@@ -202,7 +202,7 @@ def _consume(
             gl.store(partials + part * RANK + part_place, acc)
             gl.store(states + (part + heads) * 2, exponent)
             gl.store(states + (part + heads) * 2 + 1, weight_sum)
-            # All threads of the block have stored their share before one of them draws the ticket.
+            # All threads of the block must have stored their share before one of them draws the ticket.
             synchronize()
             counter = work_ptr + HEADER + ENTRY * gl.num_programs(0) + first_block
             ticket = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -224,7 +224,7 @@ def _consume(
                     acc = acc * fade[None, :] + theirs * grow[None, :]
                     weight_sum = weight_sum * fade + their_sum * grow
                     exponent = above
-                # The next layer finds the counter as this one did.
+                # Reset the counter for the next layer.
                 gl.store(counter, 0)
         if finished:
             factor = 1.0 / gl.where(weight_sum == 0.0, 1.0, weight_sum)
@@ -249,8 +249,8 @@ def hopper_decode_kernel(
     STAGES: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """pages and turned are tensor descriptors of the cache [blocks, PAGE, RANK + ROPE], in tiles of [1, 64, RANK] and
-    [1, 64, ROPE]. Strides of a token and of a head. partials: float32, for each block two parts [RANK, HEADS], then
-    their states [2]."""
+    [1, 64, ROPE]. STRIDE and HEAD: strides of a token and of a head. partials: float32, two parts [RANK, HEADS] for
+    each block, then their states [2]."""
     dtype: gl.constexpr = pages.dtype
     TILE: gl.constexpr = pages.block_type.shape[1]
     RANK: gl.constexpr = pages.block_type.shape[2]
@@ -294,7 +294,7 @@ def hopper_decode_kernel(
 
 
 def compile_options(shape: LatentShape, strides: tuple[int, ...], heads: int) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Return the constexprs (except USE_PDL) and launch options."""
     names = ("LATENT_STRIDE", "LATENT_HEAD", "ROPE_STRIDE", "ROPE_HEAD", "OUT_STRIDE")
     return {
         **dict(zip(names, strides, strict=True)),

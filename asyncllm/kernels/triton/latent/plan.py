@@ -1,4 +1,4 @@
-"""Plans of latent attention: those of paged attention, with tiles of query heads in the place of KV heads."""
+"""Plans of latent attention: those of paged attention, with tiles of query heads instead of KV heads."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 
 class LatentDecodeConfig(NamedTuple):
     heads: int
-    """Most query heads of a block: the cache is read once for each of so many."""
+    """Maximum number of query heads of a block, for which the cache is read once."""
     tile: int
-    """Most keys per step of the inner loop."""
+    """Maximum number of keys per step of the inner loop."""
     num_warps: int
     num_stages: int
     blocks_per_processor: int
-    """Size of the grid."""
+    """Determines the size of the grid."""
     min_tiles: int
     """A row is not split into parts of fewer tiles than this."""
 
@@ -50,12 +50,12 @@ DECODE_CONFIGS: dict[tuple[int, int], LatentDecodeConfig] = {
     (256, 4): LatentDecodeConfig(16, 16, 4, 2, 1, 8),
     (512, 4): LatentDecodeConfig(16, 16, 8, 2, 1, 8),
 }
-"""By padded rank (256 for less) and bytes per number. Not timed yet: chosen by what compiles for sm_90 without spilled
-registers and keeps the most bytes on the way."""
+"""By padded rank (at least 256) and bytes per number. Not timed: chosen to compile for sm_90 without spilled registers
+and to keep the most bytes in flight."""
 
 
 class HopperDecodeConfig(NamedTuple):
-    """Of `latent.hopper`, as `LatentDecodeConfig`."""
+    """`LatentDecodeConfig` for `latent.hopper`."""
 
     heads: int
     tile: int
@@ -64,20 +64,20 @@ class HopperDecodeConfig(NamedTuple):
 
 
 HOPPER_CONFIG = HopperDecodeConfig(16, 64, 1, 5)
-"""For types of 16 bits, where a block of the cache is a multiple of a tile.
+"""For 16-bit dtypes, if a block of the cache is a multiple of a tile.
 
-Timed at 16 heads, rank 512, on an H200 (Triton 3.6), beside (512, 2) above: 1 row of 150 tokens 6.4 us instead of 15.1,
-16 of 300 9.9 instead of 18.4, 64 of 300 11.3 instead of 25.0, 256 of 300 29.8 instead of 33.2, 64 of 4,096 78.6 (3,842
-GB/s) instead of 98.6, 16 of 16,384 81.7 instead of 121.9. Rows of 300 tokens had parts of 6 tiles: parts of 5
-or 6 leave such a row whole. Parts of 3 take 10.3, 12.7 and 29.8. 1 row of 1,000 takes 13.5 with parts of 6, and 11.7
-with 4; 256 rows of 150 take 28.2 with parts of 8, and 19.7 with shorter ones."""
+On an H200 (Triton 3.6) at 16 heads and rank 512, with (512, 2) above in parentheses: 1 row of 150 tokens 6.4 us (15.1),
+16 of 300 9.9 (18.4), 64 of 300 11.3 (25.0), 256 of 300 29.8 (33.2), 64 of 4,096 78.6 (98.6; 3,842 GB/s here), 16 of
+16,384 81.7 (121.9). Rows of 300 tokens were timed with parts of 6 tiles; parts of 5 or 6 leave such a row whole, and
+parts of 3 take 10.3, 12.7 and 29.8. 1 row of 1,000 takes 13.5 with parts of 6 and 11.7 with 4; 256 rows of 150 take
+28.2 with parts of 8 and 19.7 with shorter ones."""
 
 
 class LatentPrefillConfig(NamedTuple):
     rows: int
     """Rows of the score matrix: queries times heads."""
     tile: int
-    """Most keys per step of the inner loop."""
+    """Maximum number of keys per step of the inner loop."""
     num_warps: int
     num_stages: int
 
@@ -88,13 +88,13 @@ PREFILL_CONFIGS: dict[tuple[int, int], LatentPrefillConfig] = {
     (256, 4): LatentPrefillConfig(16, 16, 4, 2),
     (512, 4): LatentPrefillConfig(16, 16, 8, 2),
 }
-"""By padded rank (256 for less) and bytes per number. Not timed yet, as above."""
+"""By padded rank (at least 256) and bytes per number. Not timed, as above."""
 
 MAX_RANK, MAX_ROPE = 512, 128
 
 
 class LatentShape(NamedTuple):
-    """What the kernels of all layers that share a plan are compiled for."""
+    """The compile-time parameters that all layers sharing a plan have in common."""
 
     num_heads: int
     rank: int
@@ -107,7 +107,7 @@ class LatentDecodeWork(NamedTuple):
 
     work: Tensor
     partials: Tensor
-    """float32: for each block of the grid the values of two parts, [2 * grid, heads, C]; then their states."""
+    """float32: the values of two parts for each block of the grid [2 * grid, heads, C], then their states."""
     block_tables: Tensor
     table_stride: int
     shape: LatentShape
@@ -124,9 +124,9 @@ class LatentPrefillTiles(NamedTuple):
     shape: LatentShape
     config: LatentPrefillConfig
     heads: int
-    """Query heads of a tile."""
+    """Number of query heads of a tile."""
     tokens: int
-    """Queries of a tile."""
+    """Number of queries of a tile."""
     num_rows: int
     capacity: int
 
@@ -139,7 +139,7 @@ def decode_config(cache: LatentKV, num_heads: int) -> LatentDecodeConfig | Hoppe
 
 
 def fits_hopper(cache: LatentKV) -> bool:
-    """Return whether `latent.hopper` takes such a cache."""
+    """Return whether `latent.hopper` supports the cache's dtype, sizes and alignment."""
     _, block_size, width = cache.pages.shape
     return (
         cache.pages.element_size() == 2
@@ -155,7 +155,7 @@ def prefill_config(cache: LatentKV) -> LatentPrefillConfig:
 
 
 def constexprs(shape: LatentShape, strides: tuple[int, ...]) -> dict[str, Any]:
-    """Return the constants that both kernels have."""
+    """Return the constants that both kernels share."""
     names = ("LATENT_STRIDE", "LATENT_HEAD", "ROPE_STRIDE", "ROPE_HEAD", "OUT_STRIDE")
     return {
         **dict(zip(names, strides, strict=True)),
@@ -169,7 +169,7 @@ def constexprs(shape: LatentShape, strides: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _shape(num_heads: int, cache: LatentKV) -> LatentShape:
-    """Raises ValueError when there is no kernel for it."""
+    """Return the shape. Raises ValueError if no kernel supports it."""
     _, block_size, width = cache.pages.shape
     rope = width - cache.rank
     if cache.rank % 8 or rope % 8 or cache.rank > MAX_RANK or rope > MAX_ROPE:

@@ -1,8 +1,8 @@
-"""Latent prefill attention in absorbed form: many queries per row, causal, all lines read from the cache's blocks.
+"""Latent prefill attention in absorbed form: many queries per row, causal, with all lines read from the cache's blocks.
 
-Tiles of keys start at multiples of the tile from position 0, and all of them are computed alike, whether every query
-sees them whole or not. So a query's result depends on its row's tokens alone: not on the batch, not on how the prompt
-was cut into chunks, and a row of one query has the bits that it would have in a longer one.
+Tiles of keys start at multiples of the tile from position 0, and all of them are computed alike, whether masked or not.
+A query's result therefore depends only on its row's tokens, not on the batch or on the division of the prompt into
+chunks, and a row of one query gets the same bits as in a longer one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def latent_prefill_kernel(
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Strides of a token and of a head; the padded sizes end in BLOCK."""
+    """STRIDE and HEAD: strides of a token and of a head. Padded sizes end in BLOCK."""
     WIDTH: tl.constexpr = RANK + ROPE
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
@@ -94,7 +94,7 @@ def latent_prefill_kernel(
         base = tile_start(page, first_key, 0, 1, PAGE, WIDTH)
         page = tl.load(page_entry(table, tl.minimum(index + 1, end - 1), TILE, PAGE))
         keys = first_key + tokens
-        # Lines of no row may be NaN, and 0 times NaN is NaN: they are replaced, not just given no weight.
+        # Lines beyond the row's end may be NaN, and 0 times NaN is NaN, so they are replaced, not just weighted 0.
         there = (keys < kv_end)[:, None]
         inside = there if RANK_BLOCK == RANK else there & (ranks < RANK)[None, :]
         lines = tl.load(pages + base + tokens[:, None] * WIDTH + ranks[None, :], mask=inside, other=0.0)
@@ -124,11 +124,11 @@ def latent_prefill_attention(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `asyncllm.kernels.latent.latent_prefill_attention`. `out` has any stride between tokens."""
+    """See `asyncllm.kernels.latent.latent_prefill_attention`. `out` may have any stride between tokens."""
     if out is None:
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     strides = (*q_latent.stride()[:2], *q_rope.stride()[:2], out.stride(0))
-    # As many tiles as there can be; those that there are not end at once.
+    # The grid has as many programs as there can be tiles; surplus ones exit at once.
     num_tiles = min(q_latent.shape[0] // plan.tokens + plan.num_rows, plan.capacity)
     grid = (num_tiles, -(-plan.shape.num_heads // plan.heads), 1)
     tensors = (q_latent, q_rope, cache.pages, plan.block_tables, out, plan.entries)

@@ -1,4 +1,4 @@
-"""Products for which each head has a matrix of its own."""
+"""Products in which each head has its own matrix, as in latent attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FLOAT32_TILE", "TILE", "by_head_kernel", "linear_by_head", "linear_b
 
 TILE = Tile(rows=64, tokens=64, columns=64, warps=4, stages=3)
 FLOAT32_TILE = Tile(rows=64, tokens=32, columns=32, warps=4, stages=3)
-"""One for any number of tokens: `linear_by_head_invariant` is not timed."""
+"""The tiles of `linear_by_head_invariant`, for any number of tokens. Not timed."""
 
 
 def linear_by_head(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -48,7 +48,8 @@ def by_head_kernel(
     COLUMNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Strides by name. Sums are taken over K in one order, whatever the tile holds besides (`linear.invariant`)."""
+    """x [tokens, heads, K] times weight [heads, N, K], in one order of K whatever the tile (`linear.invariant`) -> out
+    [tokens, heads, N]. X_TOKEN to OUT_TOKEN are strides."""
     head = tl.program_id(2)
     token_ids = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

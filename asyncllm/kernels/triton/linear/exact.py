@@ -1,11 +1,11 @@
-"""Products with a float32 weight, as exact as float32 has them, on tensor cores: routers.
+"""Products with a float32 weight on tensor cores, as exact as in float32, for routers.
 
-Each number of the weight is the sum of three of bfloat16, 8 bits each, whose products with the tokens, which are
-bfloat16 as they come, are exact in float32. So three products on tensor cores give what one in float32 gives, without a
-copy of the tokens in float32.
+Each number of the weight is the sum of three bfloat16 numbers of 8 bits each, whose products with the tokens, which are
+bfloat16, are exact in float32. Three products on tensor cores therefore give the result of one in float32, without a
+float32 copy of the tokens.
 
-The sum is split over many programs, so that a small weight is read by many multiprocessors. A program's first part of
-it is on its way before the tokens are there.
+The sum is split over many programs, so that many multiprocessors read a small weight. A program loads the first part of
+its weight before the tokens are written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = ["ExactConfig", "exact_kernel", "linear_exact"]
 
 
 class ExactConfig(NamedTuple):
-    """A program: `tokens` by `rows` of the weight, `columns` at a time, the sum split over up to `splits` programs."""
+    """The tile of a program: `tokens` by `rows` of the weight, `columns` at a time, with the sum split over up to
+    `splits` programs."""
 
     tokens: int
     rows: int
@@ -38,23 +39,23 @@ class ExactConfig(NamedTuple):
 
 
 FEW = ExactConfig(16, 64, 128, 16, 4)
-"""On an H200 (Triton 3.6), 64 experts of DeepSeek-V2-Lite behind their norm and ahead of the choice: 7.2 us for one
-token and 7.5 for 16, where the cast and cuBLAS's product in float32 make it 8.4 and 12.9. More tokens of a program
-would make the sums long that the last one adds up: with 64 in 32 splits 12.1 us for 64 tokens, with cuBLAS 13.5."""
+"""For up to FEW_TOKENS. On an H200 (Triton 3.6), for the 64 experts of DeepSeek-V2-Lite between the norm and the choice
+of experts: 7.2 us for one token and 7.5 for 16; the cast and cuBLAS's float32 product take 8.4 and 12.9. With more
+tokens per program the last one would add up longer sums: 64 in 32 splits take 12.1 us for 64 tokens, cuBLAS 13.5."""
 
 FEW_TOKENS = 64
 
 MANY = ExactConfig(64, 64, 64, 16, 4)
-"""For more tokens. The cast and cuBLAS's product take 125 us for 8,192 tokens and 52 for 1,024; this, in one long sum,
-60 and 38."""
+"""For more tokens. It takes 60 us for 8,192 tokens and 38 for 1,024, without splits; the cast and cuBLAS's product take
+125 and 52."""
 
 _PROCESSORS = 132
-"""Multiprocessors of an H200, to which a sum is split up."""
+"""Multiprocessors of an H200, among which a sum is split."""
 
 
 @triton.jit
 def _exact_product(w, x):
-    """w [N, K] float32 times x [M, K] bfloat16 -> [N, M]."""
+    """Return w [N, K] float32 times x [M, K] bfloat16, [N, M] float32."""
     high = round_to(w, tl.bfloat16)
     w -= high.to(tl.float32)
     middle = round_to(w, tl.bfloat16)
@@ -72,7 +73,7 @@ def exact_kernel(
 ):  # fmt: skip
     """x [tokens, K] bfloat16, weight [N, K] and bias [N] float32 -> out [tokens, N] float32.
 
-    A program is (split, tile of rows, tile of tokens). partial, counter: as in `tiles.finish`."""
+    A program is (split, tile of rows, tile of tokens). partial, counter: see `tiles.finish`."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     release_consumers(USE_PDL)
     split = tl.program_id(0)
@@ -95,8 +96,8 @@ def exact_kernel(
         following = k + BLOCK_K
         w_next = tl.load(w_lines + following, mask=there & (following < tl.minimum(K, end * BLOCK_K)), other=0.0)
         x = tl.load(x_lines + k, mask=asked & (k < K), other=0.0)
-        # Tensor cores cut off what they add to a sum where they do not round it: in one sum over 5,120 columns errors
-        # come to 6e-3, in sums of one step 1e-4.
+        # Tensor cores truncate what they add to a sum: errors are 6e-3 in one sum over 5,120 columns, but 1e-4 in sums
+        # of one step.
         acc += _exact_product(w, x)
     finish(acc, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens, N, SPLITS, HAS_BIAS)
 
@@ -119,7 +120,7 @@ def linear_exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _splits(tiles: int) -> int:
-    """Return a power of two that leaves every multiprocessor a program or more, if it has one."""
+    """Return the number of splits, a power of two, that gives every multiprocessor at least one program."""
     return 1 << max(0, (2 * _PROCESSORS // tiles).bit_length() - 1)
 
 

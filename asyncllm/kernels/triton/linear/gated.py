@@ -1,4 +1,4 @@
-"""Launcher of `linear_silu_mul`, and the measured table that says where one kernel beats a product and a gate."""
+"""Launcher of `linear_silu_mul`, and the measured table of shapes for which one kernel beats a product and a gate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["TABLES", "GatedConfig", "linear_silu_mul"]
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """How the kernel of `linear/hopper.py` divides the work: tiles of 128 or 192 tokens, whole or in equal `shares`."""
+    """The division of work in the kernel of `linear/hopper.py`: tiles of 128 or 192 tokens, whole or in equal
+    `shares`."""
 
     tokens: int = 128
     shares: bool = False
@@ -49,7 +50,7 @@ TABLES: dict[str, Table] = {
             (4095, GatedConfig()),
             (16384, GatedConfig(192)),
         ),
-        # As the product alone.
+        # As for the product alone.
         (5632, 2048): ((16, SkinnyConfig(64, 128, stages=5)), (64, SkinnyConfig(64, 128, stages=4))),
         (37888, 3584): (
             (16, SkinnyConfig(64, 128, splits=1, stages=5)),  # 67.5 us, cuBLAS and the gate 72.9
@@ -64,15 +65,15 @@ TABLES: dict[str, Table] = {
         ),
     }
 }
-"""By device name, then by weight shape (2 * N, K): the most tokens that a configuration is for, ascending. What no
-entry covers, and what has None, goes to `linear` and `silu_mul`; one token goes where `linear` sends it, with the gate.
-Figures are bf16, weights of 8 layers in turn, a layer its four products and the gate, Triton 3.6.0, CUDA 13.0.
+"""Device name -> weight shape (2 * N, K) -> (maximum number of tokens, configuration), ascending. None, and numbers
+that no entry covers, use `linear` and `silu_mul`; a single token uses `linear`'s kernel with the gate. Figures are in
+bf16, with the weights of 8 layers in turn; a layer is its four products and the gate (Triton 3.6.0, CUDA 13.0).
 
-None stands where nothing was measured, and where `linear` has a kernel of its own or is faster. One kernel alone is not
-faster in every row: at 512 tokens it takes 193.6 us to 190.7, at 8,192 in tiles of 192 3,058 us to 3,053 (2,930 in
-tiles of 128). There the layer as a whole decides. Up to 64 tokens that is with its norms, rotation and attention to 400
-keys a row. The second shape is half of the first, as two ranks have it: not timed yet. The others are Qwen2.5-7B's and
-Phi-3-mini's, behind a norm."""
+None means that nothing was measured, or that `linear` has its own kernel or is faster. The fused kernel alone is not
+faster in every entry: at 512 tokens it takes 193.6 us instead of 190.7, at 8,192 in tiles of 192 3,058 us instead of
+3,053 (2,930 in tiles of 128). There the time of the whole layer decides, up to 64 tokens including its norms, rotation
+and attention to 400 keys per row. The second shape is half of the first, for two ranks, and is not timed. The others,
+timed after a norm, are Qwen2.5-7B's and Phi-3-mini's."""
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

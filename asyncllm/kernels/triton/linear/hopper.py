@@ -1,39 +1,39 @@
-"""Products of many tokens for Hopper, in Gluon: silu(x gate^T) * (x up^T), with the gate applied before anything leaves
-registers, and plain x weight^T. Operands are of 16 bits, or codes of 8 bits with scales.
+"""Products of many tokens for Hopper, in Gluon: x weight^T, or silu(x gate^T) * (x up^T) with the gate applied in
+registers. Operands are 16-bit numbers, or 8-bit codes with scales.
 
-A block has one warp that fetches (the producer) and two or three warpgroups that multiply (the consumers). A tile is
-128 or 192 tokens by 256 rows of the weight: 128 gate rows and the 128 up rows that belong to them, or 256 neighbours.
-So each consumer holds the gate and the up values of its 64 tokens in one accumulator of 64 x 256, and stores 64 x 128
-results, or both halves of a plain product, one after the other. The producer keeps a ring of STAGES full, each stage
-with one step of 128 bytes along the input size: the tokens' part and the two halves of the weight's part, copied by
-TMA, which also fills what lies beyond the last token with zeros and leaves it out of a store.
+A block has one warp that loads (the producer) and two or three warpgroups that multiply (the consumers). A tile is 128
+or 192 tokens by 256 rows of the weight: 256 adjacent rows, or 128 gate rows and the 128 corresponding up rows. Each
+consumer holds the gate and up values of its 64 tokens in one accumulator of 64 x 256, and stores 64 x 128 results, or
+both halves of a plain product in sequence. The producer keeps a ring of STAGES full. Each stage holds a step of 128
+bytes along the input features: the tokens' part and the two halves of the weight's part, copied by TMA, which pads with
+zeros beyond the last token and does not store there.
 
 Barriers, one pair per stage, each with a phase bit that flips when it completes:
 
-- `full`: the producer arrives once and states the bytes to come; it completes when the copies have brought them. The
-  consumers wait for it before they multiply.
-- `empty`: each consumer arrives once when its product from the stage is done, one step late, as the next product
-  already runs. The producer waits for it before it fills the stage again, not in the first round.
+- `full`: the producer arrives once and announces the number of bytes; it completes when the copies have brought them.
+  The consumers wait for it before they multiply.
+- `empty`: each consumer arrives once its product of the stage is done, which is one step late, when the next product
+  is already running. The producer waits for it before it refills the stage, except in the first round.
 
-Producer and consumers walk over the same (tile, step) list, so each knows the phase from how often it went round.
+Producer and consumers iterate over the same (tile, step) list, so each derives the phase from its number of rounds.
 
-Without SHARES a block takes whole tiles in turn. That leaves multiprocessors idle where the tiles are few and do not
-divide evenly, so with SHARES each block gets an equal share of all steps ("stream-K", Osama et al., 2023), which may
-begin and end inside a tile. The consumer that has a tile's first step owns the tile. The others store their sums to
-`partial` and then set their flag (release); the owner waits for each flag (acquire), adds the sums in the order of the
-steps, so that runs repeat bit by bit, and puts the flag back to zero: flags are zero between launches. An owner's block
-has a higher number than those that it waits for, which have therefore been started before it.
+Without SHARES a block processes whole tiles in turn, which leaves multiprocessors idle if there are few tiles and they
+do not divide evenly. With SHARES each block gets an equal share of all steps ("stream-K": Osama et al., 2023), which
+may begin and end inside a tile. The consumer with a tile's first step owns the tile. The others store their sums to
+`partial` and then set their flag (release). The owner waits for each flag (acquire), adds the sums in the order of the
+steps, so that results are reproducible to the bit, and resets the flag: flags are zero between launches. An owner's
+block has a higher number than those that it waits for, which have therefore started before it.
 
-Codes are summed in int32 or, as the library does, in the tensor cores' own float32 of some 14 bits; the sums become
-numbers by the scales of their tokens and of their rows of the weight. int32 sums travel between blocks as they are.
+Codes are summed in int32 or, as cuBLAS does, in the tensor cores' own float32 of about 14 bits, and the sums are
+multiplied by the scales of their tokens and rows. Blocks exchange int32 sums unscaled.
 
-Registers: a consumer needs 128 for the accumulator and as many again to add another block's sums or to apply the gate,
-so with two of them each gets 240 and the producer 24. Three get 160 each, and multiply 128 columns at a time: ptxas has
-no product of 256 columns for a kernel that starts with 128 registers a thread. Shared memory: 4 stages of 48 KiB and 32
-KiB of results, or 3 of 56 KiB and 48 KiB. One block per multiprocessor.
+Registers: a consumer needs 128 for the accumulator and as many to add another block's sums or to apply the gate, so two
+consumers get 240 each and the producer 24. Three get 160 each, and multiply 128 columns at a time, since ptxas has no
+product of 256 columns for a kernel that starts with 128 registers per thread. Shared memory: 4 stages of 48 KiB and 32
+KiB of results, or 3 of 56 KiB and 48 KiB. One block runs per multiprocessor.
 
-No kernel writes weights, so the producer asks for those of the first stages before it waits for the kernel before.
-Everything else follows from tokens that it fetches after that wait, stores included.
+No kernel writes weights, so the producer loads those of the first stages before it waits for the preceding kernel.
+Everything else depends on tokens, which are loaded after that wait.
 """
 
 from __future__ import annotations
@@ -79,27 +79,27 @@ __all__ = [
 ]
 
 CONSUMER_TOKENS = 64
-"""Tokens of one consumer."""
+"""Number of tokens of a consumer."""
 
 WIDTH = 128
-"""Rows of the weight of half a tile: gate rows, or as many up rows."""
+"""Rows of the weight in half a tile, for example its gate rows."""
 
 STEP = 64
-"""Input features of a stage, of 16 bits: 128 bytes, one line of the swizzled layout."""
+"""Number of 16-bit input features of a stage: 128 bytes, one line of the swizzled layout."""
 
 TOKENS_TOGETHER = 2048
-"""Tokens whose tiles follow one another for the same weights, so that these come from the L2 cache."""
+"""Number of tokens whose tiles are consecutive for the same weights, so that these come from the L2 cache."""
 
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-"""How every tile lies in shared memory."""
+"""Layout of every tile in shared memory."""
 
 synchronize: Any = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Of the warps of one partition. Renamed in Triton 3.7."""
+"""The barrier of the warps of one partition, which Triton 3.7 renames."""
 
 
 @gluon.jit
 def tile_place(tile, token_tiles, column_tiles, GROUP: gl.constexpr):
-    """Number of a tile -> (tile of tokens, tile of columns): GROUP tiles of tokens beside each other first."""
+    """Return the tile of tokens and the tile of columns of a tile. GROUP adjacent tiles of tokens come first."""
     in_group = GROUP * column_tiles
     first = tile // in_group * GROUP
     size = min(token_tiles - first, GROUP)
@@ -109,11 +109,10 @@ def tile_place(tile, token_tiles, column_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def share_of(block, token_tiles, column_tiles, shares, steps):
-    """Return a block's share of the steps of one tile of tokens, through all tiles of columns.
+    """Return a block's tile of tokens, the number of its share of the tile's steps over all tiles of columns, and the
+    share's first and end step.
 
-    Blocks beside each other read the same weights, one for each tile of tokens. Later blocks get earlier steps.
-
-    -> tile of tokens, number of the share, its first step, the one after its last.
+    Adjacent blocks read the same weights, one block for each tile of tokens. Later blocks get earlier steps.
     """
     share = shares - 1 - block // token_tiles
     total = column_tiles * steps
@@ -129,7 +128,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_tokens(x, tokens_memory, full, stage, token_tile, step):
-    """All of a stage's tokens at once where there are 128, else 64 at a time: TMA copies powers of two."""
+    """Copy a stage's tokens: 128 at once, or 64 at a time for 192, since TMA copies powers of two."""
     COPIES: gl.constexpr = tokens_memory.shape[0] // full.shape[0]
     ROWS: gl.constexpr = tokens_memory.shape[1]
     K: gl.constexpr = tokens_memory.shape[2]
@@ -142,7 +141,7 @@ def _load_tokens(x, tokens_memory, full, stage, token_tile, step):
 
 @gluon.jit
 def _load_weights(weight, halves, full, stage, column_tile, step, out_size, GATED: gl.constexpr):
-    """Gate rows and the up rows that belong to them, or twice as many rows beside each other."""
+    """Copy a stage's gate rows and the corresponding up rows, or as many adjacent rows in all."""
     ROWS: gl.constexpr = halves.shape[1]
     K: gl.constexpr = halves.shape[2]
     if GATED:
@@ -219,8 +218,8 @@ def _produce(
 
 @gluon.jit
 def multiply_steps(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, end, stage, phase, ACC: gl.constexpr):
-    """Return sums over the steps begin to end - 1, at least one: both halves [64, WIDTH], in int32 for integers and
-    else in float32, and the next stage and phase."""
+    """Return the sums over steps begin to end - 1, at least one, as two halves [64, WIDTH] in int32 for integers and
+    otherwise in float32, and the next stage and phase."""
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = tokens.shape[0] // STAGES
     ROWS: gl.constexpr = tokens.shape[1]
@@ -249,14 +248,14 @@ def multiply_steps(tokens, weights, full, empty, CONSUMER: gl.constexpr, begin, 
 
 @gluon.jit
 def _sigmoid(x):
-    """Without overflow: the exponent is never positive."""
+    """Return the sigmoid. The exponent is never positive, so nothing overflows."""
     decay = gl.exp(-gl.abs(x))
     return gl.where(x < 0.0, decay, 1.0) / (1.0 + decay)
 
 
 @gluon.jit
 def gated_results(gate, up, dtype: gl.constexpr):
-    """silu(gate) * up of float32 sums, rounded wherever the product and `activation.gate_kernel` round."""
+    """Return silu(gate) * up of float32 sums, rounded where the product and `activation.gate_kernel` round."""
     gate = gate.to(dtype).to(gl.float32)
     up = up.to(dtype).to(gl.float32)
     active = (gate * _sigmoid(gate)).to(dtype).to(gl.float32)
@@ -265,8 +264,8 @@ def gated_results(gate, up, dtype: gl.constexpr):
 
 @gluon.jit
 def store_tile(finished, results, out, row, column):
-    """finished [64, WIDTH] -> out. `results` is this consumer's own buffer."""
-    # The store of the tile before has read the buffer.
+    """Store finished [64, WIDTH] to out by TMA. `results`: this consumer's buffer."""
+    # Wait until the previous tile's store has read the buffer.
     tma.store_wait(0)
     synchronize()
     results.store(finished)
@@ -277,7 +276,7 @@ def store_tile(finished, results, out, row, column):
 
 @gluon.jit
 def _scaled(half, x_scales, weight_scales, row, column, num_tokens, out_size):
-    """Sums of codes [64, WIDTH] -> float32, times the scales of tokens and of rows of the weight."""
+    """Return sums of codes [64, WIDTH] times the scales of tokens and of rows of the weight, in float32."""
     token = row + gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))
     feature = column + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
     of_token = gl.load(x_scales + token, mask=token < num_tokens, other=0.0)
@@ -301,7 +300,7 @@ def _store_results(
     first, second, scales, results, out, row, column_tile,
     GATED: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Complete sums of a consumer's tokens, which begin at `row` -> out."""
+    """Store the complete sums of a consumer's tokens, which begin at `row`, to out."""
     WIDTH: gl.constexpr = results.shape[1]
     if GATED:
         x_scales, weight_scales, _, num_tokens, out_size = scales
@@ -319,8 +318,8 @@ def _store_results(
 
 @gluon.jit
 def places(half):
-    """Return where the elements of half [64, WIDTH] lie in a stored sum: in blocks of 8 x 8, one for each store of a
-    warp."""
+    """Return the offsets of the elements of half [64, WIDTH] in a stored sum, in blocks of 8 x 8, one for each store of
+    a warp."""
     WIDTH: gl.constexpr = half.shape[1]
     r = gl.arange(0, half.shape[0], layout=gl.SliceLayout(1, half.type.layout))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, half.type.layout))[None, :]
@@ -361,7 +360,7 @@ def _consume_share(
             mine = block * CONSUMERS + CONSUMER
             gl.store(partial + mine * 2 * HALF + inside, first)
             gl.store(partial + (mine * 2 + 1) * HALF + inside, second)
-            # All threads have stored before one of them sets the flag.
+            # All threads must have stored before one of them sets the flag.
             synchronize()
             gl.atomic_xchg(flags + mine, 1, sem="release", scope="gpu")
         else:
@@ -419,12 +418,12 @@ def product_kernel(
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K], weight [out_size, K], or [2 * out_size, K] with GATED, and out [num_tokens, out_size] are
-    tensor descriptors, the first two of 16-bit numbers in blocks of 128 and WIDTH rows by STEP features, or with SCALED
-    of codes by 128; x has blocks of 64 rows with three consumers, and out those of [64, WIDTH].
+    tensor descriptors. x and the weight have blocks of 128 (64 with three consumers) and WIDTH rows by STEP 16-bit
+    numbers, or by 128 codes with SCALED; out has blocks of [64, WIDTH].
 
-    x_scales [num_tokens] and weight_scales, one for each row of the weight, float32: of codes. bias [out_size]: of
-    plain products. partial: float32, of integers int32 [blocks, CONSUMERS, 2, 64, WIDTH]. flags: int32 [blocks,
-    CONSUMERS], zero before and after. Without SHARES neither is read.
+    x_scales [num_tokens] and weight_scales [rows of the weight], float32: the scales of codes. bias [out_size]: for
+    plain products. partial [blocks, CONSUMERS, 2, 64, WIDTH]: float32, or int32 for integers. flags [blocks,
+    CONSUMERS]: int32, zero before and after. Both are unused without SHARES.
     """
     dtype: gl.constexpr = x.dtype
     LOADED: gl.constexpr = x.block_type.shape[0]
@@ -476,7 +475,7 @@ def product_kernel(
 def compile_options(
     tokens: int, *, shares: bool, gated: bool = True, scaled: bool = False, with_bias: bool = False
 ) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options for tiles of 128 or 192 tokens."""
+    """Return the constexprs (except USE_PDL) and launch options for tiles of 128 or 192 tokens."""
     consumers = tokens // CONSUMER_TOKENS
     return {
         "CONSUMERS": consumers,
@@ -487,16 +486,16 @@ def compile_options(
         "SCALED": scaled,
         "HAS_BIAS": with_bias,
         "num_warps": 4,
-        # What 12 or 16 warps (the producer's are rounded up to 4) may have of 65,536 before they share them out anew.
+        # The share of 65,536 registers that 12 or 16 warps (the producer's count as 4) have before their reallocation.
         "maxnreg": 168 if consumers == 2 else 128,
     }
 
 
 def gated_product(x: Tensor, weight: Tensor, tokens: int, *, shares: bool) -> Tensor:
-    """x [T, K], weight [2 * N, K] -> [T, N], in tiles of `tokens` (128 or 192).
+    """Return silu(gate) * up [T, N] of x [T, K] and weight [2 * N, K], in tiles of `tokens` (128 or 192).
 
-    16-bit, contiguous, aligned to 16 bytes; K is a multiple of 8, N of 8, T at least 1. With `shares`, T is at most
-    `tokens` times the number of multiprocessors.
+    Both are 16-bit, contiguous and aligned to 16 bytes; K and N are multiples of 8. T is at least 1, and with `shares`
+    at most `tokens` times the number of multiprocessors.
     """
     out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     loaded = CONSUMER_TOKENS if tokens % 128 else 128
@@ -523,8 +522,8 @@ def launch_product(
     shares: bool,
     sums: torch.dtype,
 ) -> None:
-    """Launch `product_kernel` for x, the weight and the results of `maps`, in tiles of `tokens`. `scales` are those of
-    x and of the weight, and the bias; `sums` is the type of another block's sums."""
+    """Launch `product_kernel` for `maps` of x, the weight and the results, in tiles of `tokens`. `scales`: those of x
+    and of the weight, and the bias. `sums`: the dtype of partial sums."""
     x, weight, out = (each.base for each in maps)
     num_tokens, in_size = x.shape
     out_size = out.shape[1]

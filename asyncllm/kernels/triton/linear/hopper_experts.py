@@ -1,13 +1,13 @@
 """Experts of many tokens for Hopper, in Gluon: both products of the gated MLPs at the speed of a dense layer's.
 
-`arrange_kernel` copies each token next to the others of the same expert, in blocks of BLOCK places, once for each of
-its experts. All that a tile of the products reads and stores is contiguous then, which is what TMA needs. The sum over
-a token's experts finds its rows by their places.
+`arrange_kernel` copies the tokens of each expert next to each other, in blocks of BLOCK places, once for each of a
+token's experts. Everything that a tile of the products reads and stores is then contiguous, as TMA requires. The sum
+over a token's experts finds its rows by their places.
 
-`experts_kernel` is `hopper.gated_kernel` without shares, whose rows of the weight depend on the expert of the block:
-the same producer and two consumers, ring and barriers. A tile is 128 places by 256 rows of a weight: 128 of the gate
-and the 128 of up that belong to them, or 256 of a plain one, whose results leave in two halves, as there is room for
-one. A block of places that no expert has is left out by all of a multiprocessor's warps alike.
+`experts_kernel` is `hopper.product_kernel` without shares, with rows of the weight that depend on the block's expert.
+It has the same producer, two consumers, ring and barriers. A tile is 128 places by 256 rows of a weight: 128 of the
+gate and the corresponding 128 of up, or 256 adjacent ones, whose results are stored in two halves, since there is room
+for one. All warps skip a block of places without an expert.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ __all__ = [
 ]
 
 BLOCK = 128
-"""Places of a tile, all of one expert."""
+"""Number of places of a tile, all of one expert."""
 
 BLOCKS_TOGETHER = 4
-"""Blocks whose tiles follow one another for the same rows of weights, so that these come from the L2 cache. With 4, 8
-and 16 both products of 8,192 tokens take 1,046, 1,069 and 1,037 us for Qwen3-30B-A3B, 1,455, 1,465 and 1,475 for
+"""Number of blocks whose tiles are consecutive for the same rows of weights, so that these come from the L2 cache. With
+4, 8 and 16, both products of 8,192 tokens take 1,046, 1,069 and 1,037 us for Qwen3-30B-A3B, 1,455, 1,465 and 1,475 for
 DeepSeek-V2-Lite, and 8.7, 9.2 and 9.3 ms for Mixtral-8x7B."""
 
 
 class CopyTile(NamedTuple):
-    """A program of `arrange_kernel`: so many places, and numbers of each that it copies at a time."""
+    """A program of `arrange_kernel`: its number of places, and how many numbers of each it copies at a time."""
 
     places: int
     numbers: int
@@ -69,7 +69,7 @@ class CopyTile(NamedTuple):
 
 
 COPY_TILE = CopyTile(8, 2048, 8)
-"""8,192 tokens of 2,048 numbers take 135 us for 8 experts each and 105 for 6, at most as long as with seven others."""
+"""8,192 tokens of 2,048 numbers take 135 us with 8 experts each and 105 with 6. No other of seven tiles is faster."""
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
@@ -78,8 +78,8 @@ def arrange_kernel(
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [*, COLUMNS] of each place's token -> y [blocks * BLOCK, COLUMNS], its place -> places [num_assignments]. A
-    program: PLACES of a block. What lies in places of no assignment is not written."""
+    """Copy the row of x [*, COLUMNS] of each place's token to y [blocks * BLOCK, COLUMNS], and its place to places
+    [num_assignments]. A program has PLACES of a block. Places without an assignment are not written."""
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     column = tl.arange(0, TILE)[None, :]
     wait_for_producers(USE_PDL)
@@ -159,7 +159,7 @@ def experts_kernel(
     """x [blocks * BLOCK, K], weight [E * out_size, K], or [E * 2 * out_size, K] with GATED, and out [blocks * BLOCK,
     out_size] are tensor descriptors of 16-bit numbers, in blocks of [BLOCK, STEP], [WIDTH, STEP] and [64, WIDTH].
 
-    experts: int32 [blocks], below 0 for none.
+    experts_ptr: int32 [blocks], negative for none.
     """
     dtype: gl.constexpr = x.dtype
     TOKENS: gl.constexpr = x.block_type.shape[0]
@@ -194,13 +194,15 @@ def experts_kernel(
 
 
 def compile_options(*, gated: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options, as `hopper.compile_options` has them for two consumers."""
+    """Return the constexprs (except USE_PDL) and launch options, those of `hopper.compile_options` for two
+    consumers."""
     return {"STAGES": 4, "GROUP": BLOCKS_TOGETHER, "GATED": gated, "num_warps": 4, "maxnreg": 168}
 
 
 def arrange(x: Tensor, assignments: Tensor, block_experts: Tensor, num_assignments: int) -> tuple[Tensor, Tensor]:
-    """x [T, W] and the assignments of blocks of BLOCK (`expert_blocks.Blocks`) -> rows [blocks * BLOCK, W] by place,
-    and places [num_assignments] int32; those of assignments to experts that are elsewhere are not written."""
+    """Return the rows of x [T, W] by place [blocks * BLOCK, W], for the assignments of blocks of BLOCK
+    (`expert_blocks.Blocks`), and the place of each assignment [num_assignments] int32, which is not written for experts
+    on other ranks."""
     width = x.shape[1]
     arranged = torch.empty(len(assignments), width, dtype=x.dtype, device=x.device)
     places = torch.empty(num_assignments, dtype=torch.int32, device=x.device)
@@ -220,11 +222,11 @@ def arrange(x: Tensor, assignments: Tensor, block_experts: Tensor, num_assignmen
 
 
 def products(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, gated: bool) -> None:
-    """x [blocks * BLOCK, K] times the weights [E, N, K] of the blocks' experts -> out [blocks * BLOCK, N], with `gated`
-    silu(gate) * up of weights [E, 2 * N, K].
+    """Multiply x [blocks * BLOCK, K] by the weights [E, N, K] of the blocks' experts and write out [blocks * BLOCK, N].
+    With `gated` the result is silu(gate) * up of weights [E, 2 * N, K].
 
-    16-bit, contiguous, aligned to 16 bytes; K and N are multiples of 8. Rows of blocks without an expert are not
-    written.
+    All are 16-bit, contiguous and aligned to 16 bytes; K and N are multiples of 8. Rows of blocks without an expert are
+    not written.
     """
     blocks, out_size = len(block_experts), out.shape[1]
     rows = weight.view(-1, weight.shape[2])

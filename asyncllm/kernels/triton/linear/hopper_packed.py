@@ -1,17 +1,17 @@
-"""Products with weights of 4 bits for Hopper, in Gluon: decoded in registers, on the way from the ring to the tensor
+"""Products with 4-bit weights for Hopper, in Gluon: words are decoded in registers, between the ring and the tensor
 cores.
 
-As in `linear.narrow` a block has a ring of STAGES in shared memory, which TMA fills: a stage has one chunk, 128 input
-features, of ROWS rows of words and of all its tokens; and it asks for words before it waits for the kernel before. The
-words are read in the layout of the tensor cores' first operand, so that a shift and a mask of them are that operand,
-and nothing goes through shared memory again. The products of a chunk run while the next run of 32 features is decoded.
+As in `linear.narrow` a block has a ring of STAGES in shared memory, which TMA fills, and loads words before it waits
+for the preceding kernel. A stage has one chunk, 128 input features, of ROWS rows of words and of all its tokens. The
+words are read in the layout of the tensor cores' first operand, so that a shift and a mask turn them into that operand
+without another pass through shared memory. The products of one run of 32 features execute while the next is decoded.
 
-What a block's chunks are scaled by and their zero points lie in a table in shared memory, which is filled before the
-wait: no kernel writes weights. Sums over a chunk are scaled, or with ROUNDED, for many tokens, the weight's numbers,
-which are rounded to the tokens' type: then there is one set of sums, and none is scaled.
+The scales and zero points of a block's chunks are copied to a table in shared memory before the wait, since no kernel
+writes weights. Scales apply to the sums over a chunk; with ROUNDED, for many tokens, they apply to the weight's
+numbers, which are rounded to the tokens' dtype, so that one set of sums suffices.
 
-With GATED a block has ROWS gate rows and the ROWS up rows that belong to them, and stores silu(gate) * up. Splits are
-added up as in `linear.narrow`.
+With GATED a block has ROWS gate rows and the corresponding ROWS up rows, and stores silu(gate) * up. Splits are added
+up as in `linear.narrow`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ CHUNK = 128
 """Input features of a stage: four runs of 32."""
 
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-"""How runs of 32 words or tokens' features lie in shared memory."""
+"""Layout in shared memory of runs of 32 words or input features."""
 
 JOINED_LINES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3)
-"""The same of the four runs of a chunk, or of the words of gate and up."""
+"""The same layout for the four runs of a chunk together, or for the words of gate and up."""
 
 
 @gluon.jit
 def _fetch_words(words, row, up, memory, full, stage, chunk, out_size, GATED: gl.constexpr):
-    """Of gate and up, in one copy where `memory` has them as one."""
+    """Copy a chunk's words, those of gate and up in one copy if `memory` joins them."""
     if len(memory.shape) == 4:
         tma.async_copy_global_to_shared(words, [chunk * 2, row, 0], full.index(stage), memory.index(stage))
     else:
@@ -77,7 +77,7 @@ def _fetch_words(words, row, up, memory, full, stage, chunk, out_size, GATED: gl
 
 @gluon.jit
 def _fetch_tokens(x, token, memory, full, stage, chunk):
-    """Four runs, in one copy where `memory` has them as one."""
+    """Copy the four runs of a chunk's tokens, in one copy if `memory` joins them."""
     if len(memory.shape) == 4:
         tma.async_copy_global_to_shared(x, [chunk * 4, token, 0], full.index(stage), memory.index(stage))
     else:
@@ -89,8 +89,8 @@ def _fetch_tokens(x, token, memory, full, stage, chunk):
 
 @gluon.jit
 def nibbles(words, magic, INDEX: gl.constexpr):
-    """words int16 [R, 32] -> the codes INDEX, as the last bits of 128, or of 1024 in float16; `magic` has the bits of
-    that number."""
+    """Return the codes INDEX of words int16 [R, 32] in the last bits of 128 (bfloat16) or 1024 (float16). `magic`: the
+    bits of that number."""
     if INDEX == 0:
         return gl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000f000f, $2, 0xea;", "=r,r,r", [words, magic], gl.int16, True, 2
@@ -114,9 +114,10 @@ def nibbles(words, magic, INDEX: gl.constexpr):
 
 @gluon.jit
 def rounding_factors(scales, nothing, dtype: gl.constexpr, ROUNDED: gl.constexpr):
-    """scales [R] -> two factors [R, 32] for `decode`, which has no use for what is `nothing` [R, 32], zeros of int16.
+    """Return scales [R] as two factors [R, 32] for `decode`. `nothing` [R, 32], int16 zeros, stands for an unused
+    factor.
 
-    A float16 scale is the sum of two numbers of bfloat16, of 8 and of 3 bits.
+    A float16 scale is the sum of two bfloat16 numbers, of 8 and of 3 bits.
     """
     if not ROUNDED:
         return nothing, nothing
@@ -136,11 +137,11 @@ def decode(
     words, magic, shifted, high, low, INDEX: gl.constexpr, dtype: gl.constexpr, stored: gl.constexpr,
     ROUNDED: gl.constexpr,
 ):  # fmt: skip
-    """words and shifted int16 [R, 32], factors of `rounding_factors` of scales of type `stored` -> the weight's numbers
-    of run INDEX, of `dtype`, rounded once."""
+    """Return the weight's numbers of run INDEX in `dtype`, rounded once, from words and `shifted` zero points, int16
+    [R, 32]. `high`, `low`: the results of `rounding_factors` for scales of dtype `stored`."""
     codes = nibbles(words, magic, INDEX)
     if ROUNDED and dtype == gl.bfloat16 and stored == gl.float16:
-        # The code less the zero point has 4 bits, so that its product with the 3 of `low` is exact.
+        # The code minus the zero point has 4 bits, so its product with the 3 bits of `low` is exact.
         bits = gl.inline_asm_elementwise(
             "{.reg .b32 t, u; sub.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 u, t, $4; fma.rn.bf16x2 $0, t, $3, u;}",
             "=r,r,r,r,r", [codes, shifted, high, low], gl.int16, True, 2,
@@ -169,8 +170,8 @@ def decode(
 def _add_chunk(
     acc, weights, tokens, scales, shifted, magic, nothing, stage, place, own, dtype: gl.constexpr, ROUNDED: gl.constexpr
 ):  # fmt: skip
-    """acc plus the products of the words at `place` of the ring and a stage's tokens; `own`: their line of the
-    table."""
+    """Return acc plus the products of the words at `place` of the ring and a stage's tokens. `own`: the words' line in
+    the table."""
     ACC: gl.constexpr = acc.type.layout
     DOT: gl.constexpr = magic.type.layout
     stored: gl.constexpr = scales.dtype
@@ -185,7 +186,7 @@ def _add_chunk(
     b = decode(found, magic, less, high, low, 1, dtype, stored, ROUNDED)
     total = warpgroup_mma(b, tokens.index(stage * 4 + 1).permute((1, 0)), total, is_async=True)
     if ROUNDED:
-        # The sums take so many registers that there are none for four operands.
+        # Wait early: beside the sums there are no registers for four operands.
         total, a = warpgroup_mma_wait(1, deps=(total, a))
     c = decode(found, magic, less, high, low, 2, dtype, stored, ROUNDED)
     total = warpgroup_mma(c, tokens.index(stage * 4 + 2).permute((1, 0)), total, is_async=True)
@@ -208,7 +209,7 @@ def _fill_table(
     K: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Bring the scales of chunks begin to end, and what is subtracted from their codes, to shared memory."""
+    """Copy the scales of chunks begin to end - 1, and the numbers to subtract from their codes, to shared memory."""
     GROUPS: gl.constexpr = 1 if GROUP >= K else K // GROUP
     BIAS: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -230,7 +231,7 @@ def _fill_table(
 @gluon.jit
 def _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
             HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """acc [ROWS, TOKENS] float32, plus the bias -> out [num_tokens, out_size]; with GATED silu(acc) * up."""
+    """Store acc [ROWS, TOKENS] float32 plus the bias, or with GATED silu(acc) * up, to out [num_tokens, out_size]."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
@@ -255,9 +256,9 @@ def ring_kernel(
     ROUNDED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K] and words [C * N, 32] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 32] and
-    [ROWS, 32], or x [K / 32, num_tokens, 32] in blocks of [4, TOKENS, 32] and with GATED words [2 * C, N / 2, 32] in
-    blocks of [2, ROWS, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice
-    that with GATED; out [num_tokens, out_size].
+    [ROWS, 32]. Joined, x is [K / 32, num_tokens, 32] in blocks of [4, TOKENS, 32], and with GATED words are [2 * C,
+    N / 2, 32] in blocks of [2, ROWS, 32]. scales and zeros [G, N], where GROUP is a multiple of 128 or at least K, and
+    N is out_size, or twice that with GATED. out [num_tokens, out_size].
 
     A block has up to CHUNKS chunks, a power of two. partial: float32 [tiles, SPLITS, 1 or 2, ROWS, TOKENS]. counter:
     int32 [tiles], zero before and after.
@@ -331,7 +332,7 @@ def ring_kernel(
             )
         coming = step + STAGES
         if coming < end:
-            # All warps have read the stage.
+            # All warps must have read the stage.
             synchronize()
             mbarrier.expect(full.index(stage), BYTES)
             _fetch_words(words, row, row + out_size, runs, full, stage, coming, whole, GATED)
@@ -348,7 +349,7 @@ def ring_kernel(
         gl.store(sums + split * (HALVES * TILE), acc)
         if GATED:
             gl.store(sums + split * (HALVES * TILE) + TILE, up)
-        # All threads have stored before one of them counts.
+        # All threads must have stored before one of them counts.
         synchronize()
         arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         synchronize()
@@ -366,13 +367,14 @@ def ring_kernel(
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Return whether the kernel can multiply x [T, K] by the weight: of 4 bits, with groups of whole chunks."""
+    """Return whether the kernel can multiply x [T, K] by the weight, which must have 4 bits and groups of whole
+    chunks."""
     whole_chunks = weight.group_size % CHUNK == 0 or weight.group_size >= weight.in_features
     return weight.bits == 4 and whole_chunks and weight.out_features % 16 == 0 and fits_tensor_map(x)
 
 
 def compile_options(config: RingConfig, in_size: int, group_size: int, *, gated: bool, bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Return the constexprs (except USE_PDL) and launch options."""
     chunks = -(-in_size // CHUNK)
     return {
         "K": in_size,
@@ -396,8 +398,8 @@ def ring(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], contiguous and in the weight's order -> [T, N], `out` if given; with `gated` silu(gate) * up [T, N / 2]
-    of a weight without a bias."""
+    """Return x [T, K], contiguous and in the weight's order of features, times the weight, in `out` [T, N] if given.
+    With `gated` the result is silu(gate) * up [T, N / 2] of a weight without a bias."""
     tokens, k = x.shape
     n = weight.out_features // 2 if gated else weight.out_features
     assert weight.zeros is not None, "products of e2m1 are those of experts"

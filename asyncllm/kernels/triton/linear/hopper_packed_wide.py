@@ -1,20 +1,20 @@
-"""Products with weights of 4 bits for Hopper and many tokens, in Gluon: a producer beside two groups of warps that
-decode and multiply.
+"""Products with 4-bit weights for Hopper and many tokens, in Gluon: one producer and two warpgroups that decode and
+multiply.
 
-`hopper_packed` is for steps whose time is reading words. From some 64 tokens on a block of it reads more of tokens than
-of words, and its warps decode, multiply and wait in turn. Here, as in `linear.hopper`, one warp fetches and two
-warpgroups multiply: while one decodes, the tensor cores have the other's products. A tile is 128 * HALVES rows of the
-weight by 64 to 256 tokens, so that tokens are read once for 256 rows.
+`hopper_packed` serves steps whose time is spent reading words. From about 64 tokens on, its blocks read more bytes of
+tokens than of words, and their warps decode, multiply and wait in turn. Here, as in `linear.hopper`, one warp loads and
+two warpgroups multiply: while one decodes, the tensor cores compute the other's products. A tile is 128 * HALVES rows
+of the weight by 64 to 256 tokens, so that tokens are read once for 256 rows.
 
-A consumer has HALVES sums of 64 rows: of rows 64 * CONSUMER of each run of 128 in the tile. With GATED the first run is
-gate rows, the second the up rows that belong to them. The words of a run are read in the layout of the tensor cores'
-first operand, as in `hopper_packed`, one chunk of 128 input features a stage. What a chunk is scaled by and its zero
-points come two chunks ahead, into registers. Sums over a chunk are scaled, or with ROUNDED the weight's numbers, which
-are rounded to the tokens' type.
+A consumer has HALVES sums of 64 rows, from row 64 * CONSUMER of each run of 128 rows in the tile. With GATED the first
+run is gate rows and the second the corresponding up rows. The words of a run are read in the layout of the tensor
+cores' first operand, as in `hopper_packed`, one chunk of 128 input features per stage. A chunk's scales and zero points
+are loaded into registers two chunks ahead. Scales apply to the sums over a chunk, or with ROUNDED to the weight's
+numbers, which are rounded to the tokens' dtype.
 
-Tiles are shared out as in `linear.hopper` with SHARES: each block has an equal share of all chunks of its tile of
-tokens, and the owner of a tile adds the sums of the others, in order. Barriers and flags are those described there; a
-stage is released at the end of its own chunk.
+Tiles are divided as in `linear.hopper` with SHARES: each block has an equal share of all chunks of its tile of tokens,
+and the owner of a tile adds the others' sums in order. Barriers and flags are those described there; a stage is
+released at the end of its chunk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from asyncllm.kernels.triton.linear.tiles import WideConfig
 __all__ = ["RUN", "compile_options", "share_count", "wide", "wide_kernel"]
 
 RUN = 128
-"""Rows of the weight that are fetched together, 64 for each consumer."""
+"""Rows of the weight that are loaded together, 64 for each consumer."""
 
 CONSUMERS = 2
 
@@ -78,7 +78,7 @@ def _fetch_tokens(x, memory, full, stage, token, chunk):
 
 @gluon.jit
 def _rows_of(column_tile, out_size, HALVES: gl.constexpr, GATED: gl.constexpr):
-    """Return the first rows of a tile's runs."""
+    """Return the first row of each of a tile's two runs."""
     if GATED:
         row = column_tile * 128
         second = out_size + row
@@ -92,7 +92,7 @@ def _rows_of(column_tile, out_size, HALVES: gl.constexpr, GATED: gl.constexpr):
 def _produce(work, BYTES: gl.constexpr, HALVES: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr):
     x, words, weights, tokens, full, empty, token_tiles, column_tiles, shares, steps, out_size = work
     STAGES: gl.constexpr = full.shape[0]
-    # The next product has words to ask for as well.
+    # Release early, so that the next product can load its words as well.
     EARLY: gl.constexpr = USE_PDL and tokens.shape[1] <= 32
     release_consumers(EARLY)
     whole = out_size * 2 if GATED else out_size
@@ -120,7 +120,7 @@ def _produce(work, BYTES: gl.constexpr, HALVES: gl.constexpr, GATED: gl.constexp
 
 @gluon.jit
 def _factors(scales_ptr, zeros_ptr, rows, chunk, last, whole, K: gl.constexpr, GROUP: gl.constexpr):
-    """Return the stored scales and zero points of the rows in a chunk. A chunk beyond `last` has those of `last`."""
+    """Return the stored scales and zero points of the rows in a chunk, or in chunk `last` for later ones."""
     GROUPS: gl.constexpr = 1 if GROUP >= K else K // GROUP
     group = min(min(chunk, last) * 128 // GROUP, GROUPS - 1)
     places = group * whole + rows
@@ -131,9 +131,9 @@ def _factors(scales_ptr, zeros_ptr, rows, chunk, last, whole, K: gl.constexpr, G
 def _operand(
     found, scales, zeros, magic, nothing, INDEX: gl.constexpr, dtype: gl.constexpr, ROUNDED: gl.constexpr
 ):  # fmt: skip
-    """words int16 [64, 32], scales and zeros [64] -> the weight's numbers of run INDEX, of `dtype`."""
+    """Return the weight's numbers of run INDEX in `dtype`, from words int16 [64, 32] and scales and zeros [64]."""
     MAGIC: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
-    # These have a code or a zero point below 16 in their last bits.
+    # The last bits of this number can hold a code or a zero point below 16.
     less = (zeros.to(gl.int16) | MAGIC)[:, None] + nothing
     high, low = rounding_factors(scales, nothing, dtype, ROUNDED)
     return decode(found, magic, less, high, low, INDEX, dtype, scales.dtype, ROUNDED)
@@ -147,7 +147,7 @@ def _scaled(total, scales):
 
 @gluon.jit
 def _add_run(acc, found, tokens, stage, scales, zeros, magic, nothing, dtype: gl.constexpr, ROUNDED: gl.constexpr):
-    """acc plus the products of the words [64, 32] of one run and a stage's tokens."""
+    """Return acc plus the products of the words [64, 32] of one run and a stage's tokens."""
     a = _operand(found, scales, zeros, magic, nothing, 0, dtype, ROUNDED)
     total = warpgroup_mma(a, tokens.index(stage * 4).permute((1, 0)), acc, use_acc=ROUNDED, is_async=True)
     b = _operand(found, scales, zeros, magic, nothing, 1, dtype, ROUNDED)
@@ -167,8 +167,8 @@ def _add_runs(
     acc, acc2, found, found2, tokens, stage, scales, scales2, zeros, zeros2, magic, nothing, dtype: gl.constexpr,
     ROUNDED: gl.constexpr,
 ):  # fmt: skip
-    """acc and acc2 plus the products of two runs in turn: one product is always on its way while the operand of the
-    next is decoded, and there are registers for two operands beside the sums."""
+    """Return acc and acc2 plus the products of two runs in turn. One product always executes while the operand of the
+    next is decoded, and two operands fit into registers beside the sums."""
     b0 = tokens.index(stage * 4).permute((1, 0))
     b1 = tokens.index(stage * 4 + 1).permute((1, 0))
     b2 = tokens.index(stage * 4 + 2).permute((1, 0))
@@ -205,7 +205,7 @@ def _add_runs(
 @gluon.jit
 def _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
             HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """acc [64, TOKENS] float32, plus the bias -> out [num_tokens, out_size]; with GATED silu(acc) * up."""
+    """Store acc [64, TOKENS] float32 plus the bias, or with GATED silu(acc) * up, to out [num_tokens, out_size]."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
@@ -283,7 +283,7 @@ def _consume(
                 )  # fmt: skip
             else:
                 acc = _add_run(acc, found, tokens, stage, scales, zeros, magic, nothing, dtype, ROUNDED)
-            # All warps have read the stage.
+            # All warps must have read the stage.
             synchronize()
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, STAGES)
@@ -301,7 +301,7 @@ def _consume(
             gl.store(partial + mine * (HALVES * SIZE) + inside, acc)
             if HALVES == 2:
                 gl.store(partial + (mine * 2 + 1) * SIZE + inside, acc2)
-            # All threads have stored before one of them sets the flag.
+            # All threads must have stored before one of them sets the flag.
             synchronize()
             gl.atomic_xchg(flags + mine, 1, sem="release", scope="gpu")
         else:
@@ -334,8 +334,8 @@ def wide_kernel(
     ROUNDED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K] and words [C * N, 32] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 32] and
-    [RUN, 32]; scales and zeros [G, N], GROUP a multiple of 128 or at least K; N is out_size, or twice that with GATED,
-    which takes two HALVES; out [num_tokens, out_size].
+    [RUN, 32]. scales and zeros [G, N], where GROUP is a multiple of 128 or at least K, and N is out_size, or twice that
+    with GATED, which requires two HALVES. out [num_tokens, out_size].
 
     partial: float32 [blocks, CONSUMERS, HALVES, 64, TOKENS]. flags: int32 [blocks, CONSUMERS], zero before and after.
     """
@@ -370,16 +370,16 @@ def wide_kernel(
 
 
 def share_count(config: WideConfig, token_tiles: int, column_tiles: int, steps: int, processors: int) -> int:
-    """Return how many blocks share the chunks of one tile of tokens: at most `splits` for each tile of rows, and no
-    more of all tiles than run at once, since blocks wait for each other."""
+    """Return the number of blocks that share the chunks of one tile of tokens: at most `splits` for each tile of rows,
+    and in all no more than run at once, since blocks wait for each other."""
     return max(min(processors // token_tiles, column_tiles * min(config.splits, steps)), 1)
 
 
 def compile_options(config: WideConfig, in_size: int, group_size: int, *, gated: bool, bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options.
+    """Return the constexprs (except USE_PDL) and launch options.
 
-    12 warps (the producer's are rounded up to 4) have `maxnreg` registers a thread before they share them out anew.
-    With few sums that is less than half of the 65,536, so that the next kernel's block asks for its words meanwhile.
+    12 warps (the producer's count as 4) have `maxnreg` registers per thread before their reallocation. With few sums
+    that is less than half of the 65,536, so that the next kernel's block can start and load its words meanwhile.
     """
     few = config.tokens * config.halves <= 32
     return {
@@ -405,9 +405,9 @@ def wide(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], contiguous and in the weight's order, of no more tiles of tokens than there are multiprocessors
-    -> [T, N], `out` if given; with `gated`, for a config with two halves, silu(gate) * up [T, N / 2] of a weight
-    without a bias. What `hopper_packed.fits` has no right to is not for this kernel either."""
+    """Return x [T, K], contiguous and in the weight's order of features, times the weight, in `out` [T, N] if given.
+    With `gated`, which requires a config with two halves, the result is silu(gate) * up [T, N / 2] of a weight without
+    a bias. The inputs satisfy `hopper_packed.fits`, with at most as many tiles of tokens as multiprocessors."""
     tokens, k = x.shape
     n = weight.out_features // 2 if gated else weight.out_features
     assert weight.zeros is not None, "products of e2m1 are those of experts"

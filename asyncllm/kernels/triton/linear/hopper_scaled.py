@@ -1,4 +1,4 @@
-"""Products of many tokens in 8 bits for Hopper: `hopper.product_kernel` with codes for operands, plain or gated."""
+"""8-bit products of many tokens for Hopper: `hopper.product_kernel` with codes as operands, plain or gated."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asyncllm.kernels.triton.linear.narrow_scaled import LINE, LINES
 __all__ = ["TOKENS", "compile_options", "product"]
 
 TOKENS = 128
-"""Tokens of a tile. Tiles of 192 are slower: 1,789 us for the 1,493 of 8,192 tokens, gate and up of Llama-3-8B."""
+"""Tokens of a tile. Tiles of 192 are slower: 1,789 us instead of 1,493 for Llama-3-8B's gate and up at 8,192 tokens."""
 
 
 def compile_options(*, shares: bool, gated: bool, with_bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Return the constexprs (except USE_PDL) and launch options."""
     return hopper.compile_options(TOKENS, shares=shares, gated=gated, scaled=True, with_bias=with_bias)
 
 
@@ -35,11 +35,11 @@ def product(
     shares: bool,
     gated: bool,
 ) -> None:
-    """codes [T, K], T at least 1, with scales [T, 1], times the weight [N, K], whose scales have no groups, plus bias
-    [N] -> out [T, N]; with `gated` silu(gate) * up of a weight [2 * N, K], without a bias.
+    """Multiply codes [T, K] with scales [T, 1] by a weight [N, K] without groups, add bias [N], and write out [T, N].
+    With `gated` the result is silu(gate) * up of a weight [2 * N, K] without a bias.
 
-    Codes and `out`, of 16 bits, are contiguous and aligned to 16 bytes; K is a multiple of 16, and N of 8. With
-    `shares`, T is at most `TOKENS` times the number of multiprocessors.
+    T is at least 1, and with `shares` at most `TOKENS` times the number of multiprocessors. Codes and the 16-bit `out`
+    are contiguous and aligned to 16 bytes; K is a multiple of 16, N of 8.
     """
     maps = (
         TensorMap(codes, (TOKENS, LINE), LINES),

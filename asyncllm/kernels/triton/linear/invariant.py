@@ -1,9 +1,9 @@
-"""A matrix product whose rows do not depend on how many rows there are.
+"""A matrix product whose rows do not depend on the number of rows.
 
-Every output is one sum over K in steps of 16, the K of one wgmma, by one program: no split of K. The weight is the
-first operand of the tensor cores ("swap AB"), so tokens are the narrow side of m64nNk16, and on Hopper that
-instruction adds up K in the same way for every N. Hence tiles may follow the number of tokens: they decide which
-program computes an output, not how. A tile has at least 64 rows and 4 warps, else Triton takes mma.sync instead.
+One program computes each output as one sum over K in steps of 16, the K of one wgmma, without splits. The weight is the
+first operand of the tensor cores ("swap AB"), so tokens are the narrow side of m64nNk16, and on Hopper that instruction
+sums K in the same way for every N. The tile may therefore depend on the number of tokens: it determines which program
+computes an output, not how. A tile has at least 64 rows and 4 warps, since Triton would use mma.sync otherwise.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ TILES = {
     128: Tile(64, 128, 64, 4, 6),
     256: Tile(128, 256, 64, 8, 3),
 }
-"""By tokens. On an H200, bf16, weights [28672, 4096] and [4096, 4096], against cuBLAS: 1 token 61.7 us (55.8) and 12.4
-us (12.5); 64 tokens 65.8 us (61.1) and 13.7 us (12.0); 256 tokens 106 us (88) and 18.6 us (18.0); 8,192 tokens 637
-TFLOP/s (815) and 654 TFLOP/s (806). The bits of all five were compared for 1 to 300 and 8,192 tokens: no difference."""
+"""By tokens. On an H200 in bf16, for weights [28672, 4096] and [4096, 4096], with cuBLAS in parentheses: 1 token 61.7
+us (55.8) and 12.4 us (12.5); 64 tokens 65.8 us (61.1) and 13.7 us (12.0); 256 tokens 106 us (88) and 18.6 us (18.0);
+8,192 tokens 637 TFLOP/s (815) and 654 TFLOP/s (806). All five give the same bits for 1 to 300 and 8,192 tokens."""
 
 FLOAT32_TILE = Tile(64, 32, 32, 4, 3)
-"""For float32, whatever the number of tokens. Tensor cores have no such type, and in `TILES` its numbers would take up
-to 328 KB of shared memory, of which there are 227. Its speed is not measured."""
+"""For float32, at any number of tokens. Tensor cores do not support float32, and the tiles of `TILES` would need up to
+328 KB of shared memory, of which there are 227. Not timed."""
 
 _GROUP = 8
-"""Tiles of tokens that share one tile of the weight while it is in L2."""
+"""Number of tiles of tokens that share one tile of the weight while it is in L2."""
 
 
 def choose_tile(tokens: int, n: int, dtype: torch.dtype, processors: int) -> Tile:
-    """Return the smallest tile that holds all tokens; for many tokens the widest one that still occupies the device."""
+    """Return the smallest tile that holds all tokens, or for many tokens the widest one that still fills the device."""
     if dtype.itemsize > 2:
         return FLOAT32_TILE
     for size in (16, 32, 64):
@@ -104,10 +104,8 @@ def invariant_kernel(
 
 
 def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given: the same bits with every tile.
-
-    All are contiguous, T is not 0.
-    """
+    """Return x [T, K] times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given, with the same bits for
+    every tile. All tensors are contiguous, and T is not 0."""
     tokens, k = x.shape
     n = weight.shape[0]
     if out is None:

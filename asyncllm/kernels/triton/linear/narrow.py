@@ -1,18 +1,18 @@
-"""Products of 2 to 64 tokens for Hopper, in Gluon: weights are on their way before the tokens are there.
+"""Products of 2 to 64 tokens for Hopper, in Gluon: weights are loaded before the tokens are written.
 
-With few tokens reading the weights is all that takes time, and a layer is as slow as the moments in which nothing is
-read: while a kernel starts, while it drains, while a norm runs between two products. So a block keeps a ring of STAGES
-in nearly all of a multiprocessor's shared memory, and asks for the weights of all of them before it waits for the
-kernel before; no kernel writes weights. Its tokens follow after that wait.
+With few tokens all time is spent reading weights, and a layer loses time whenever nothing is read: while a kernel
+starts or drains, or while a norm runs between two products. A block therefore keeps a ring of STAGES in nearly all of a
+multiprocessor's shared memory, and loads the weights of all stages before it waits for the preceding kernel, which it
+may because no kernel writes weights. It loads its tokens after the wait.
 
-The weight is the first operand ("swap AB"): 64 rows of it are one wgmma, the tokens are its narrow side. A stage has
-PARTS x 64 input features of ROWS rows of weight and of all tokens, copied by TMA, which fills what lies beyond the
-matrices with zeros. There is no warp that only fetches: all warps multiply, and when the products of one stage run,
-those of the stage before are done and it is filled anew. `full`, a barrier per stage, completes when the copies have
-brought the stated bytes; its phase bit flips each time.
+The weight is the first operand ("swap AB"): 64 of its rows are one wgmma, whose narrow side is the tokens. A stage has
+PARTS x 64 input features of ROWS rows of weight and of all tokens, copied by TMA, which pads the matrices with zeros.
+No warp is reserved for loading: all warps multiply, and when the products of one stage start, those of the previous
+stage are done and it is refilled. `full`, a barrier per stage, completes when the copies have brought the announced
+bytes; its phase bit flips each time.
 
-With SPLITS a tile has several blocks, each with its range of input features. They store their sums to `partial`, and
-the last to arrive adds all of them in the order of the ranges, so that runs repeat bit by bit.
+With SPLITS several blocks share a tile, each with a range of input features. They store their sums to `partial`, and
+the last to arrive adds all of them in the order of the ranges, so that results are reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["compile_options", "fetch", "finish", "narrow", "narrow_kernel"]
 
 @gluon.jit
 def fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
-    """A stage's part of the weights or of the tokens."""
+    """Copy a stage's part of the weights or of the tokens."""
     LINE: gl.constexpr = memory.shape[2]
     for part in gl.static_range(PARTS):
         tma.async_copy_global_to_shared(
@@ -53,7 +53,7 @@ def fetch(source, row, memory, full, stage, step, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """acc [ROWS, TOKENS] float32, plus the bias -> out [num_tokens, out_size]."""
+    """Store acc [ROWS, TOKENS] float32 plus the bias to out [num_tokens, out_size]."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     if HAS_BIAS:
@@ -115,11 +115,11 @@ def narrow_kernel(
         for part in gl.static_range(PARTS):
             t = tokens.index(stage * PARTS + part).permute((1, 0))
             acc = warpgroup_mma(weights.index(stage * PARTS + part), t, acc, is_async=True)
-        # The products of the step before are done.
+        # Wait for the products of the previous step.
         acc = warpgroup_mma_wait(PARTS, deps=(acc,))
         coming = step - 1 + STAGES
         if (step > begin) & (coming < end):
-            # All warps have read the stage.
+            # All warps must have read the stage.
             synchronize()
             mbarrier.expect(full.index(before), BYTES)
             fetch(weight, row, weights, full, before, coming, PARTS)
@@ -136,7 +136,7 @@ def narrow_kernel(
         c = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
         sums = partial_ptr + tile * (SPLITS * TILE) + r * TOKENS + c
         gl.store(sums + split * TILE, acc)
-        # All threads have stored before one of them counts.
+        # All threads must have stored before one of them counts.
         synchronize()
         arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         synchronize()
@@ -149,7 +149,7 @@ def narrow_kernel(
 
 
 def compile_options(config: NarrowConfig, *, with_bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Return the constexprs (except USE_PDL) and launch options."""
     return {
         "PARTS": config.parts,
         "STAGES": config.stages,
@@ -162,9 +162,9 @@ def compile_options(config: NarrowConfig, *, with_bias: bool) -> dict[str, Any]:
 def narrow(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: NarrowConfig, out: Tensor | None = None
 ) -> Tensor:
-    """x [T, K], T from 1 to 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given.
+    """Return x [T, K], T from 1 to 64, times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given.
 
-    bfloat16 or float16, contiguous, aligned to 16 bytes; K is a multiple of 8, and so is N.
+    All are bfloat16 or float16, contiguous and aligned to 16 bytes; K and N are multiples of 8.
     """
     tokens, in_size = x.shape
     out_size = weight.shape[0]

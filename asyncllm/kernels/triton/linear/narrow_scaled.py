@@ -1,11 +1,11 @@
-"""Products of a few hundred rows in 8 bits for Hopper, in Gluon: `narrow_kernel` with codes for operands.
+"""8-bit products of up to a few hundred rows for Hopper, in Gluon: `narrow_kernel` with codes as operands.
 
-A stage's products are added to float32 registers before the next stage's begin, as Hopper's tensor cores keep some 14
-bits of sums of fp8; integers are summed exactly, in int32. From 128 tokens on there is no room for two sums, and those
-of fp8 stay in the tensor cores, as the library's do.
+A stage's products are added to float32 registers before the next stage's begin, since Hopper's tensor cores keep only
+about 14 bits of fp8 sums. Integers are summed exactly in int32. From 128 tokens on there are no registers for two sums,
+and fp8 sums stay in the tensor cores, as in cuBLAS.
 
-Reading weights takes longer than multiplying them, so nothing is lost by waiting for a stage's products: its part of
-the ring is filled anew right behind them.
+Reading weights takes longer than multiplying them, so waiting for a stage's products costs nothing; the stage is
+refilled right after them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from asyncllm.kernels.triton.linear.small import NarrowConfig
 __all__ = ["LINE", "LINES", "compile_options", "narrow_scaled", "narrow_scaled_kernel", "token_block"]
 
 LINE = 128
-"""Input features of a part of a stage: 128 bytes, one line of the swizzled layout."""
+"""Input features in a part of a stage: 128 bytes, one line of the swizzled layout."""
 
 LINES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-"""How every tile lies in shared memory."""
+"""Layout of every tile in shared memory."""
 
 
 @gluon.jit
 def _multiply(weights, tokens, stage, total, PARTS: gl.constexpr, EXACT: gl.constexpr):
-    """total + the products of a stage, once they are complete."""
+    """Return total plus the products of a stage, after waiting for them."""
     acc = gl.zeros_like(total) if EXACT else total
     for part in gl.static_range(PARTS):
         t = tokens.index(stage * PARTS + part).permute((1, 0))
@@ -56,7 +56,7 @@ def _multiply(weights, tokens, stage, total, PARTS: gl.constexpr, EXACT: gl.cons
 
 @gluon.jit
 def _scaled(acc, x_scales_ptr, scales_ptr, row, num_tokens, out_size):
-    """acc [ROWS, TOKENS] -> float32, times the scales of rows of weight and of tokens."""
+    """Return acc [ROWS, TOKENS] times the scales of rows of the weight and of tokens, in float32."""
     rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
     token = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     own = gl.load(scales_ptr + rows, mask=rows < out_size, other=0.0)
@@ -92,7 +92,7 @@ def narrow_scaled_kernel(
     fence_async_shared()
     synchronize()
 
-    # Blocks beside each other read the same weights, one for each tile of tokens.
+    # Adjacent blocks read the same weights, one for each tile of tokens.
     token_tiles = gl.num_programs(0) // SPLITS
     token = gl.program_id(0) % token_tiles * TOKENS
     split = gl.program_id(0) // token_tiles
@@ -116,7 +116,7 @@ def narrow_scaled_kernel(
         total = _multiply(weights, tokens, stage, total, PARTS, EXACT)
         coming = step + STAGES
         if coming < end:
-            # All warps have read the stage.
+            # All warps must have read the stage.
             synchronize()
             mbarrier.expect(full.index(stage), BYTES)
             fetch(weight, row, weights, full, stage, coming, PARTS)
@@ -137,7 +137,7 @@ def narrow_scaled_kernel(
         c = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))[None, :]
         sums = partial_ptr + tile * (SPLITS * TILE) + r * TOKENS + c
         gl.store(sums + split * TILE, total)
-        # All threads have stored before one of them counts.
+        # All threads must have stored before one of them counts.
         synchronize()
         arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         synchronize()
@@ -151,7 +151,7 @@ def narrow_scaled_kernel(
 
 
 def compile_options(config: NarrowConfig, *, integer: bool, with_bias: bool) -> dict[str, Any]:
-    """Constexprs (but for USE_PDL) and launch options."""
+    """Return the constexprs (except USE_PDL) and launch options."""
     return {
         "PARTS": config.parts,
         "STAGES": config.stages,
@@ -163,7 +163,8 @@ def compile_options(config: NarrowConfig, *, integer: bool, with_bias: bool) -> 
 
 
 def token_block(tokens: int, *, integer: bool) -> int:
-    """Return tokens of a tile: that of all of them up to 128, or up to 256 in fp8; integers have no wider product."""
+    """Return the number of tokens of a tile: the smallest that holds all of them, up to 256 in fp8, or up to 128 for
+    integers, which have no wider product."""
     most = 128 if integer else 256
     return next((block for block in (16, 32, 64, 128) if tokens <= block), most)
 
@@ -171,10 +172,10 @@ def token_block(tokens: int, *, integer: bool) -> int:
 def narrow_scaled(
     codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, config: NarrowConfig, out: Tensor
 ) -> None:
-    """codes [T, K], T at least 1, with scales [T, 1], times the weight, whose scales have no groups, plus bias [N]
-    -> out [T, N].
+    """Multiply codes [T, K], T at least 1, with scales [T, 1] by a weight without groups, add bias [N], and write out
+    [T, N].
 
-    Codes are aligned to 16 bytes; K is a multiple of 16, and N of 8.
+    Codes are aligned to 16 bytes; K is a multiple of 16, N of 8. Raises ValueError for more split tiles than counters.
     """
     tokens, in_size = codes.shape
     out_size = weight.codes.shape[0]

@@ -1,10 +1,11 @@
-"""Products with weights of 4 or 8 bits (`kernels.packed`).
+"""Products with 4-bit or 8-bit weights (`kernels.packed`).
 
-`packed_kernel` has the weight as the first operand of the tensor cores, as `linear.small` does: 32 words of 16 bits a
-row are two to four runs of 32 input features, each taken out by a shift and a mask. Nothing in that operand depends on
-the row, so that it is made in the registers where it is multiplied: what is subtracted is the middle of the codes. What
-is left of a zero point multiplies the sum of a token's features, and the scale what comes of both for a group. Above
-`MOST_FUSED` tokens, and in float32, the weight is expanded first and multiplied by the library.
+`packed_kernel` has the weight as the first operand of the tensor cores, as `linear.small` does: the 32 16-bit words of
+a row hold two or four runs of 32 input features, each extracted by a shift and a mask. The number subtracted from the
+codes is the middle of their range rather than the row's zero point, so that the operand does not depend on the row and
+is built in the registers where it is multiplied. The remainder of the zero point is multiplied by the sum of a token's
+features, and the scale by the result for a group. Above `MOST_FUSED` tokens, and in float32, the weight is expanded
+first and multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ TILES = (
     Tile(128, 128, 8, 3, programs=128),
     Tile(128, 256, 8, 3, programs=128),
 )
-"""By tokens, for what `TABLES` does not have. The first three are near the best of a small search on an H200 with tiles
-of the same size in another order."""
+"""By tokens, for shapes that `TABLES` does not have. The first three are near the best of a small search on an H200
+with tiles of the same size in another order."""
 
 Table = dict[tuple[int, int], tuple[tuple[int, RingConfig | WideConfig | Tile | None], ...]]
 
@@ -89,21 +90,21 @@ TABLES: dict[str, Table] = {
         ),
     }
 }
-"""By device name, then by weight shape (N, K) of 4 bits in groups of 128 or more: the most tokens that a configuration
-is for, ascending; None: the weight is expanded first. Figures are of one token, 16, 64, 128 and 256 in bfloat16 with
-scales of float16, 12 weights in turn, that of 28672 x 4096 with its gate. What no entry covers has a tile of `TILES`.
+"""Device name -> weight shape (N, K) of 4 bits in groups of 128 or more -> (maximum number of tokens, configuration),
+ascending. None means that the weight is expanded first; numbers that no entry covers use `TILES`. Figures are for 1,
+16, 64, 128 and 256 tokens in bfloat16 with float16 scales, 12 weights in turn, 28672 x 4096 with its gate.
 
-The four products of a layer take 53 us with one token, 59 with 16 and 95 with 64, where those of bfloat16 take 101,
-111 and 121, and reading the words takes 27. With 128 they take 143 us, with 256 226, where those of bfloat16 take 143
-and 184. At 512 tokens all four take less time expanded."""
+The four products of a layer take 53 us for one token, 59 for 16 and 95 for 64; those in bfloat16 take 101, 111 and 121,
+and reading the words takes 27. For 128 tokens they take 143 us, for 256 226; those in bfloat16 take 143 and 184. At 512
+tokens all four are faster expanded."""
 
 MOST_FUSED = 256
-"""Tokens above which the weight is expanded first if no table says otherwise, which takes 170 us for the four weights
-of such a layer."""
+"""Number of tokens above which the weight is expanded first unless a table has an entry. Expanding the four weights of
+such a layer takes 170 us."""
 
 LEAST_ROUNDED = 128
-"""Tokens of a tile from which on the weight's numbers are rounded to x's type, as an expanded weight's are: to scale
-sums instead takes a second set of them in registers."""
+"""Tokens of a tile from which the weight's numbers are scaled and rounded to x's dtype, like an expanded weight's.
+Scaling sums instead would need a second set of them in registers."""
 
 _DEQUANTIZED_ROWS = 64
 """Rows of a program of `dequantize_kernel`."""
@@ -111,7 +112,8 @@ _DEQUANTIZED_ROWS = 64
 
 @triton.jit
 def codes_of(words, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """words int16 [R, 32] -> value INDEX of each word less the middle of the codes, 8 or 128, of `dtype`, exactly."""
+    """Return value INDEX of each word of words int16 [R, 32] minus the middle of the codes, 8 or 128, exact in
+    `dtype`."""
     if INTERPRET or BITS == 8:
         codes = ((words >> (BITS * INDEX)) & ((1 << BITS) - 1)).to(tl.float32)
         return round_to(codes - (1 << (BITS - 1)), dtype)
@@ -145,7 +147,8 @@ def shifted_words(words, INDEX: tl.constexpr):
 
 @triton.jit
 def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """words int16 [R, 32], zeros float32 [R] -> value INDEX of each word less the zero point, of `dtype`, exactly."""
+    """Return value INDEX of each word of words int16 [R, 32] minus the zero point, zeros float32 [R], exact in
+    `dtype`."""
     if INTERPRET or BITS == 8:
         codes = ((words >> (BITS * INDEX)) & ((1 << BITS) - 1)).to(tl.float32)
         return round_to(codes - zeros[:, None], dtype)
@@ -172,9 +175,9 @@ def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.cons
 
 @triton.jit
 def _rounded(values, scales, dtype: tl.constexpr):
-    """values [R, 32] of `dtype` times scales [R], rounded once."""
+    """Return values [R, 32] of `dtype` times scales [R], rounded once."""
     if not INTERPRET and dtype == tl.bfloat16 and scales.dtype == tl.float16:
-        # As `hopper_packed.rounding_factors`: the scale is the sum of two numbers, and only the last sum is rounded.
+        # As in `hopper_packed.rounding_factors`, the scale is the sum of two numbers, and only the last sum is rounded.
         whole = scales.to(tl.float32)
         high = whole.to(tl.bfloat16)
         low = (whole - high.to(tl.float32)).to(tl.bfloat16)
@@ -213,8 +216,8 @@ def packed_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] times words [C, N, 32] with scales and zeros [G, N] -> out [tokens, N], over one of SPLITS ranges
-    of the chunks. ROUNDED: the weight's numbers are rounded to x's type; otherwise sums over a group are scaled. The
-    rest as in `tiles.finish`."""
+    of the chunks. ROUNDED: the weight's numbers are scaled and rounded to x's dtype; otherwise sums over a group are
+    scaled. Other parameters: see `tiles.finish`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * PLANES
@@ -234,13 +237,13 @@ def packed_kernel(
     in_step = (token_ids < tokens)[None, :]
     wait_for_producers(USE_PDL)
 
-    # The pipeline takes no loads of less than four bytes a thread: what a chunk is scaled by comes one ahead.
+    # Triton does not pipeline loads of less than four bytes per thread, so scales are loaded one chunk ahead here.
     group = tl.minimum(begin * CHUNK // GROUP, GROUPS - 1)
     next_scales = tl.load(scales_ptr + group * N + read)
     next_zeros = tl.load(zeros_ptr + group * N + read)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     if not ROUNDED:
-        # The sum of a token's features, for every row, is a product that the tensor cores have time for.
+        # A product on the tensor cores, which have time for it, sums each token's features for every row.
         ones = tl.full([BLOCK_N, 32], 1.0, tl.float32 if INTERPRET else dtype)
     for chunk in range(begin, end):
         words = tl.load(word_ptrs, eviction_policy="evict_first")
@@ -273,7 +276,7 @@ def packed_kernel(
 
 @triton.jit
 def e2m1_value(codes):
-    """Return the float32 of codes of e2m1, int16."""
+    """Return the float32 values of e2m1 codes, int16."""
     exponent, fraction = (codes >> 1) & 3, (codes & 1).to(tl.float32) * 0.5
     power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
     magnitude = tl.where(exponent == 0, fraction, (fraction + 1.0) * power)
@@ -282,9 +285,9 @@ def e2m1_value(codes):
 
 @triton.jit
 def factors_of(scales, FLOATING: tl.constexpr):
-    """Scales, or of FLOATING numbers exponents (e8m0), as float32."""
+    """Return scales, or with FLOATING exponents (e8m0), as float32."""
     if FLOATING:
-        # The smallest has no normal number.
+        # The smallest exponent gives a subnormal number.
         bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)
         return bits.to(tl.float32, bitcast=True)
     else:
@@ -297,8 +300,8 @@ def dequantize_kernel(
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     FLOATING: tl.constexpr, ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [E, C, N, 32], scales and zeros [E, G, N], without zeros if FLOATING, order [E, K] if ORDERED -> out
-    [E, N, K]. A program has BLOCK_N rows of one chunk of an expert."""
+    """Expand words [E, C, N, 32] with scales and zeros [E, G, N] (no zeros if FLOATING), and order [E, K] if ORDERED,
+    to out [E, N, K]. A program has BLOCK_N rows of one chunk of an expert."""
     PLANES: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     chunk = tl.program_id(0)
@@ -367,7 +370,7 @@ def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _rows(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Return x [T, K] in the weight's order."""
+    """Return x as [T, K] in the weight's order of features."""
     rows = x.reshape(-1, x.shape[-1])
     return rows.contiguous() if weight.order is None else rows.index_select(1, weight.order)
 
@@ -375,7 +378,8 @@ def _rows(x: Tensor, weight: PackedWeight) -> Tensor:
 def _decoded(
     rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return the product, with its gate, by a kernel that decodes the weight; None where it is to be expanded first."""
+    """Return the product, with its gate if `gated`, from a kernel that decodes the weight, or None if the weight is to
+    be expanded first."""
     tokens = len(rows)
     if tokens == 0 or rows.dtype.itemsize != 2:
         return None
@@ -425,8 +429,8 @@ def multiply(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] of 16 bits, T not 0, contiguous and in the weight's order -> [T, N], `out` if given. With `gated`
-    silu(gate) * up [T, N / 2] of a weight without a bias."""
+    """Return 16-bit x [T, K], T not 0, contiguous and in the weight's order of features, times the weight, in `out` [T,
+    N] if given. With `gated` the result is silu(gate) * up [T, N / 2] of a weight without a bias."""
     tokens, k = x.shape
     n = weight.out_features
     assert weight.zeros is not None, "products of e2m1 are those of experts"
@@ -455,7 +459,7 @@ def multiply(
 
 
 def expand_experts(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weights [E, N, K] of all experts, their input features in natural order."""
+    """Return the weights of all experts [E, N, K] in `dtype`, with input features in their natural order."""
     experts, chunks, n, _ = stack.words.shape
     out = torch.empty((experts, n, stack.in_features), dtype=dtype, device=stack.words.device)
     launch(

@@ -1,6 +1,6 @@
-"""Experts with weights of 4 or 8 bits (`kernels.packed_experts`), decoded in the products of `triton.moe`'s blocks.
+"""Experts with 4-bit or 8-bit weights (`kernels.packed_experts`), decoded in the products of `triton.moe`'s blocks.
 
-Where an expert has very many tokens, all weights are expanded first, and once.
+If experts have very many tokens, all weights are expanded first.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from asyncllm.kernels.triton.moe import (
 __all__ = ["MOST_PER_EXPERT", "TILES", "multiply", "packed_experts"]
 
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 8, 4)}
-"""By tokens per block: those of `linear.packed`. Not measured here. Blocks of 128 spill registers."""
+"""By tokens per block, as in `linear.packed`. Not timed here. Blocks of 128 spill registers."""
 
 UNGROUPED_TILE = TILES[16]
-"""Of blocks with one token each, which are few: twice as many rows would be half as many programs."""
+"""For blocks with one token each. There are few of them, and twice as many rows would halve the number of programs."""
 
 E2M1_TILES = {16: Tile(128, 16, 4, 4), 32: Tile(128, 32, 4, 3), 64: Tile(128, 64, 4, 3)}
-"""Of e2m1 numbers beside bfloat16. On an H200, us of a layer of gpt-oss's experts in blocks of 16, 32 and 64: 64 tokens
-211, 227, -; 128 tokens 275, 229, 284; 256 tokens 451, 324, 291; 512 tokens -, 518, 431. Tiles of 256 rows take 246,
-253 and - for 64 to 128 tokens, and 8 warps 342 to 534 in blocks of 64."""
+"""For e2m1 weights with bfloat16 tokens. On an H200, in us for a layer of gpt-oss's experts in blocks of 16, 32 and 64:
+64 tokens 211, 227, -; 128 tokens 275, 229, 284; 256 tokens 451, 324, 291; 512 tokens -, 518, 431. Tiles of 256 rows
+take 246, 253 and - for 64 to 128 tokens, and 8 warps 342 to 534 in blocks of 64."""
 
 MOST_EXPONENT = tl.constexpr(MOST_E8M0)
 
 MOST_PER_EXPERT = 512
-"""Assignments an expert has on average, above which weights are expanded first. Not measured."""
+"""Average number of assignments per expert above which weights are expanded first. Not timed."""
 
 
 @triton.jit
 def _e2m1(words, INDEX: tl.constexpr):
-    """words int16 [R, 32] -> the e2m1 numbers of the codes INDEX, float16.
+    """Return the e2m1 numbers of codes INDEX of words int16 [R, 32], in float16.
 
-    Exponent and fraction are the last and the first bits of a float16's, whose smallest numbers they make, and these
-    are brought up by a power of two.
+    Exponent and fraction are placed in the last exponent bits and first fraction bits of a float16, which gives its
+    smallest numbers, and a multiplication by a power of two scales them up.
     """
     if INTERPRET:
         return round_to(e2m1_value((words >> (4 * INDEX)) & 15), tl.float16)
     else:
-        # The code is brought to the lowest four bits; 0xe00 is its three lower ones in place.
+        # The code is shifted to the lowest four bits; 0xe00 masks its three lower bits in their final place.
         shifted = words if INDEX == 0 else shifted_words(words, INDEX)
         bits = tl.inline_asm_elementwise(
             "{.reg .b32 s, m, c; shl.b32 s, $1, 12; and.b32 s, s, 0x80008000; shl.b32 m, $1, 9; "
@@ -69,10 +69,10 @@ def _e2m1(words, INDEX: tl.constexpr):
 
 @triton.jit
 def _scaled_e2m1(words, scales, INDEX: tl.constexpr, SHIFT: tl.constexpr):
-    """words int16 [R, 32], exponents uint8 [R] (e8m0) of at most 128 + SHIFT -> the e2m1 numbers of the codes INDEX
-    times their scales and 2 ** -SHIFT, bfloat16, exact.
+    """Return the e2m1 numbers of codes INDEX of words int16 [R, 32] times their scales, e8m0 exponents uint8 [R] of at
+    most 128 + SHIFT, and 2 ** -SHIFT, exact in bfloat16.
 
-    The scale and the power of two that brings the smallest numbers up, as in `_e2m1`, are one factor.
+    The scale and the power of two of `_e2m1` are one factor.
     """
     if INTERPRET:
         factors = factors_of(scales, True)[:, None] * 2.0**-SHIFT
@@ -90,7 +90,7 @@ def _scaled_e2m1(words, scales, INDEX: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def _chunk_scales(scale_ptrs, chunk, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr):
-    """Scales [R] of a chunk's four planes; behind the last group, those of that."""
+    """Return the scales [R] of a chunk's four planes. Planes after the last group get its scales."""
     group = chunk * CHUNK // GROUP
     STEP: tl.constexpr = 32
     return (
@@ -110,8 +110,8 @@ def packed_experts_kernel(
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, UNGROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCKS_PER_GROUP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `moe.grouped_matmul_kernel`, for words [E, C, N, 32], scales [E, G, N], of FLOATING numbers exponents, zeros
-    [E, G, N] of others, and order [E, K] if ORDERED."""
+    """See `moe.grouped_matmul_kernel`. Weights are words [E, C, N, 32] with scales [E, G, N], exponents if FLOATING,
+    zeros [E, G, N] if not FLOATING, and order [E, K] if ORDERED."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * PLANES
@@ -119,7 +119,7 @@ def packed_experts_kernel(
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     ONE_SCALE: tl.constexpr = GROUP >= K or GROUP % CHUNK == 0
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
-    # A bfloat16 holds an e2m1 number times any exponent: a product needs no factor behind it.
+    # A bfloat16 can represent an e2m1 number times any exponent, so sums need no scaling afterwards.
     SCALED_FIRST: tl.constexpr = FLOATING and dtype == tl.bfloat16
     SHIFT: tl.constexpr = MOST_EXPONENT - 128
     OUTPUTS: tl.constexpr = N // 2 if SWIGLU else N
@@ -139,10 +139,10 @@ def packed_experts_kernel(
     scale_ptrs = scales_ptr + expert * (GROUPS * N) + read
     zero_ptrs = zeros_ptr + expert * (GROUPS * N) + read
 
-    # The sum of a token's features, for every row, is a product that the tensor cores have time for.
+    # A product on the tensor cores, which have time for it, sums each token's features for every row.
     ones = tl.full([BLOCK_N, 32], 1.0, tl.float32 if INTERPRET else dtype)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    # The pipeline takes no loads of less than four bytes a thread: what comes first is scaled by is here ahead of it.
+    # Triton does not pipeline loads of less than four bytes per thread, so scales are loaded ahead here.
     if SCALED_FIRST:
         coming_scales = _chunk_scales(scale_ptrs, 0, CHUNK, GROUP, GROUPS, N)
     else:
@@ -227,7 +227,7 @@ def packed_experts(
 
 
 def _scaled_first(weight: PackedWeight, x: Tensor) -> bool:
-    """Return whether the kernel's numbers are scaled before the product."""
+    """Return whether the kernel scales the weight's numbers before the product."""
     return weight.zeros is None and x.dtype == torch.bfloat16
 
 
@@ -242,7 +242,7 @@ def multiply(
     bias: Tensor | None = None,
     limit: float | None = None,
 ) -> None:
-    """As `moe.multiply`. x [*, K] of 16 bits, bias [E, N]."""
+    """See `moe.multiply`. x [*, K] is 16-bit, bias [E, N]."""
     tiles = E2M1_TILES if _scaled_first(weight, x) else TILES
     tile = UNGROUPED_TILE if blocks.ungrouped else tiles[blocks.size]
     num_blocks = blocks.experts.shape[0]

@@ -1,4 +1,4 @@
-"""Launchers of the linear ops, and the measured table that says where Triton beats cuBLAS."""
+"""Launchers of the linear ops, and the measured table of shapes for which Triton beats cuBLAS."""
 
 from __future__ import annotations
 
@@ -105,39 +105,39 @@ TABLES: dict[str, Table] = {
         ),
     }
 }
-"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers goes to cuBLAS. Figures are bf16, weights of 32 layers in turn, Triton 3.6.0, CUDA 13.0.
+"""Device name -> weight shape (N, K) -> (maximum number of tokens, configuration), ascending. Numbers that no entry
+covers use cuBLAS. Figures are in bf16, with the weights of 32 layers in turn (Triton 3.6.0, CUDA 13.0).
 
-An entry with a figure of its own stands where the product alone was at least 5 % faster. The others are as fast as
-cuBLAS alone, but shorten a whole layer, as programmatic dependent launch hides the gaps around them: their figures, and
-those where nothing stands, are of a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens,
-129.4 at 32, 134.6 at 64). Those of 4096 x 4096 are of a layer with attention to 400 keys a row, 250 at 60 tokens: there
+Entries with a figure for the product are at least 5 % faster than cuBLAS. The others are as fast as cuBLAS alone, but
+shorten a whole layer, since programmatic dependent launch hides the gaps around them. Their figures, and those of
+entries without one, are for a layer's products, norms and gate in one graph (all cuBLAS: 126.9 us at 16 tokens, 129.4
+at 32, 134.6 at 64). Those of 4096 x 4096 are for a layer with attention to 400 keys per row, or 250 at 60 tokens, since
 the ring of weights is filled while attention runs.
 
-Four are halves of the first ones, as two ranks have them, and are computed in the same way: not timed yet. The nine
-behind them are DeepSeek-V2-Lite's, Qwen3-30B-A3B's, gpt-oss-20b's and Gemma-2-9B's, timed behind a norm; where one line
-has two figures, cuBLAS takes 7.5 and 7.7, 9.1 and 9.3, 12.0 and 12.4 us.
+Four shapes are halves of the first ones, for two ranks. They use the same configurations and are not timed. The nine
+after them, timed after a norm, are DeepSeek-V2-Lite's, Qwen3-30B-A3B's, gpt-oss-20b's and Gemma-2-9B's; for lines with
+two figures, cuBLAS takes 7.5 and 7.7, 9.1 and 9.3, 12.0 and 12.4 us.
 
-From 65 tokens on nothing of ours is faster than cuBLAS throughout. Products with a producer warp (`linear/hopper.py`),
-in whole tiles, split or in equal shares, came within 2 % of it from 1,024 tokens on and were 3 to 26 % slower below.
-Only that of gate and up was faster, 102.6 us at 256 tokens to 109.5, and more so with the gate in the same kernel:
+From 65 tokens on no kernel here is consistently faster than cuBLAS. Products with a producer warp (`linear/hopper.py`),
+in whole tiles, split or in equal shares, are within 2 % of it from 1,024 tokens on and 3 to 26 % slower below. Only the
+product of gate and up is faster, 102.6 us instead of 109.5 at 256 tokens, and more so with the gate in the same kernel:
 `linear/gated.py`."""
 
 
 FEW_FEATURES, MOST_FEATURES = 1024, 65536
 
 ONE_TOKEN = GemvConfig(4, 1024)
-"""Of one token, for shapes without an entry of up to MOST_FEATURES output features. Behind a norm on an H200, us here
-and with cuBLAS: 4608 x 3584 10.3, 12.7; 3584 x 3584 8.7, 12.1; 37888 x 3584 62.7, 71.6; 8192 x 3584 18.0, 20.7; 3584 x
-14336 27.0, 30.9; 9216 x 3072 15.7, 20.1; 3072 x 8192 14.8, 19.3; 4544 x 4544 12.5, 15.9; 18176 x 4544 39.9, 47.2. No
-other of eight tiles is more than 9 % faster."""
+"""For one token and shapes without an entry, of up to MOST_FEATURES output features. After a norm on an H200, in us
+here and with cuBLAS: 4608 x 3584 10.3, 12.7; 3584 x 3584 8.7, 12.1; 37888 x 3584 62.7, 71.6; 8192 x 3584 18.0, 20.7;
+3584 x 14336 27.0, 30.9; 9216 x 3072 15.7, 20.1; 3072 x 8192 14.8, 19.3; 4544 x 4544 12.5, 15.9; 18176 x 4544 39.9,
+47.2. No other of eight tiles is more than 9 % faster."""
 
 ONE_TOKEN_FEW_FEATURES = GemvConfig(2, 2048, warps=8)
-"""The same for less than FEW_FEATURES: 576 x 2048 2.5, 7.2; 128 x 2048 1.8, 5.8; 32 x 2880 2.3, 6.4."""
+"""The same for fewer than FEW_FEATURES: 576 x 2048 2.5, 7.2; 128 x 2048 1.8, 5.8; 32 x 2880 2.3, 6.4."""
 
 FEW_TOKENS = 16
-"""Up to so many tokens of a shape without an entry go to the ring of weights, if it has at least FEW_TILES tiles of 64
-features, and at most MOST_TILES. Behind a norm on an H200, us of 16 tokens here and with cuBLAS: 4608 x 3584 11.2,
+"""Maximum number of tokens for which shapes without an entry use `linear/narrow.py`, if they have FEW_TILES to
+MOST_TILES tiles of 64 features. After a norm on an H200, in us for 16 tokens here and with cuBLAS: 4608 x 3584 11.2,
 12.3; 3072 x 3072 8.7, 10.1; 3072 x 8192 17.0, 19.1; 9216 x 3072 17.4, 20.4; 4672 x 4544 13.9, 16.9; 4544 x 4544 13.5,
 16.3; 3584 x 3584 10.4, 11.7; 3584 x 4096 11.1, 12.9."""
 
@@ -168,7 +168,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
 
 def for_few_tokens(rows: Tensor, weight: Tensor) -> Config | None:
-    """Return what multiplies rows [T, K] and weight [N, K]; None where the library is to."""
+    """Return the configuration of the kernel for rows [T, K] and weight [N, K], or None for cuBLAS."""
     table = _table(rows.device)
     if not table or rows.dtype.itemsize != 2:
         return None
@@ -189,7 +189,7 @@ def _by_shape(tokens: int, in_features: int, features: int) -> GemvConfig | Narr
         0 < tokens <= FEW_TOKENS and FEW_TILES <= tiles <= MOST_TILES and features % 8 == 0 and in_features >= 2048
     ):
         return None
-    # Tiles for all multiprocessors at once, and rows of more bytes where there are two for each.
+    # One tile per multiprocessor, or larger tiles if there would be two for each.
     if tiles > 132:
         return NarrowConfig(128, parts=1, stages=8)
     return NarrowConfig(64, parts=2, stages=8, splits=2 if tiles <= 66 else 1)
@@ -203,14 +203,15 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def _is_uneven(weight: Tensor) -> bool:
-    """Return whether rows of results would not begin at multiples of 16 bytes."""
+    """Return whether rows of results do not begin at multiples of 16 bytes."""
     lines = 16 // weight.itemsize
     return weight.shape[0] % lines > 0 and weight.shape[0] > lines
 
 
 def _uneven(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return `linear` by two products: of the weight's first rows, as many as cuBLAS has fast kernels for, and of its
-    last ones. A vocabulary of 92,553 tokens takes 2.0 ms in one, and one of 92,552 0.26 (256 rows of 4,096 numbers)."""
+    """Return `linear` by two products: one with the largest number of the weight's rows for which cuBLAS has fast
+    kernels, one with the last rows. A single product takes 2.0 ms for a vocabulary of 92,553 tokens, but 0.26 for one
+    of 92,552 (256 rows of 4,096 numbers)."""
     features, lines = weight.shape[0], 16 // weight.itemsize
     even = features - features % lines
     rows = x.reshape(-1, x.shape[-1])
@@ -236,8 +237,7 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, o
 def choose(
     table: Mapping[tuple[int, int], tuple[tuple[int, _Entry], ...]], rows: Tensor, weight: Tensor
 ) -> _Entry | None:
-    """Return the entry for rows [T, K] and weight [N, K] of 16-bit numbers; None where the library is to multiply
-    them."""
+    """Return the table's entry for 16-bit rows [T, K] and weight [N, K], or None for cuBLAS."""
     for most, config in table.get((weight.shape[0], weight.shape[1]), ()):
         if 0 < rows.shape[0] <= most:
             return config if fits_tensor_map(rows) and fits_tensor_map(weight) else None

@@ -1,8 +1,8 @@
-"""The projection to queries, keys and values with the rotation behind it, for up to 64 tokens: one kernel, not two.
+"""The projection to queries, keys and values and their rotation in one kernel, for up to 64 tokens.
 
-It is `small.skinny_kernel` with other rows and another end. A tile has as many features of a head's first half
-as of its second, those that are turned together; it lies within one head, so that all of its results go to q, to the
-cache's keys, or to its values.
+It is `small.skinny_kernel` with another order of rows and another epilogue. A tile has pairs of features that are
+rotated together, one from each half of a head. It lies within one head, so that all of its results are either queries,
+keys or values.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TABLES: dict[str, Table] = {
         ),
     }
 }
-"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers, and what has None, goes to `linear` and `rope_fill_kv`. Figures are bf16, a layer with attention to 300 keys a
-row, Triton 3.6.0, CUDA 13.0. The second shape is half of the first, as two ranks have it: not timed yet."""
+"""Device name -> weight shape (N, K) -> (maximum number of tokens, configuration), ascending. None, and numbers that no
+entry covers, use `linear` and `rope_fill_kv`. Figures are in bf16, for a layer with attention to 300 keys per row
+(Triton 3.6.0, CUDA 13.0). The second shape is half of the first, for two ranks, and is not timed."""
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["place_ptr"])
@@ -54,9 +54,9 @@ def skinny_rotary_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of weight [(NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, K],
-    turned by cos and sin [tokens, HEAD_DIM] unless they are values -> q [tokens, NUM_HEADS, HEAD_DIM], and the cache.
-    """
+    """Multiply up to BLOCK_M rows of x [tokens, K] by BLOCK_N rows of weight [(NUM_HEADS + 2 * NUM_KV_HEADS) *
+    HEAD_DIM, K], rotate queries and keys by cos and sin [tokens, HEAD_DIM], and store queries to q [tokens, NUM_HEADS,
+    HEAD_DIM] and the others to the cache."""
     PAIRS: tl.constexpr = BLOCK_N // 2
     TILES: tl.constexpr = HEAD_DIM // BLOCK_N
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -82,10 +82,10 @@ def skinny_rotary_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     first, second = tl.split(tl.permute(tl.reshape(acc, [2, PAIRS, BLOCK_M]), [1, 2, 0]))
     if head < NUM_HEADS + NUM_KV_HEADS:
-        # The product is rounded, as it is where it is a kernel of its own.
+        # The product is rounded, as by a separate kernel.
         first, second = round_to(first, dtype).to(tl.float32), round_to(second, dtype).to(tl.float32)
         angle = token[None, :] * HEAD_DIM + pair[:, None]
-        # The second half of the table has the sines with their own sign.
+        # The second half of the table has the sines with positive sign.
         cos = tl.load(cos_ptr + angle, mask=inside[None, :], other=1.0)
         sin = tl.load(sin_ptr + HALF + angle, mask=inside[None, :], other=0.0)
         turned = first * cos - second * sin
@@ -110,9 +110,10 @@ def skinny_rotary(
     x: Tensor, weight: Tensor, rotation: Rotation, cache: PagedKV, places: Tensor, *, num_heads: int, num_kv_heads: int,
     head_dim: int, config: SkinnyConfig,
 ) -> Tensor:  # fmt: skip
-    """`linear_rope_fill_kv` for T up to 64. All are contiguous, and of one 16-bit type but rotation and places.
+    """Launch `linear_rope_fill_kv` for up to 64 tokens. All tensors are contiguous and, except rotation and places, of
+    one 16-bit dtype.
 
-    `config.rows` divides head_dim, all of which is turned; `config.columns` divides K; `config.splits` is 1.
+    `config.rows` divides head_dim, which is rotated as a whole; `config.columns` divides K; `config.splits` is 1.
     """
     tokens, k = x.shape
     q = torch.empty((tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
@@ -137,7 +138,7 @@ def linear_rope_fill_kv(
 ) -> Tensor:
     table = _table(x.device)
     config = choose(table, x, weight) if table and x.dtype.itemsize == 2 else None
-    # A line is rounded by its largest number, and a tile here may have a part of it.
+    # A quantized cache scales a line by its largest number, but a tile may have only a part of it.
     if config is None or not isinstance(cache, PagedKV) or rotation.cos.shape[-1] != head_dim or head_dim % config.rows:
         return rope_fill_kv(
             linear(x, weight),

@@ -1,7 +1,8 @@
-"""Products of numbers of 8 bits (`kernels.scaled`): rows are rounded by one kernel and multiplied by another.
+"""8-bit products (`kernels.scaled`): one kernel rounds the rows and another multiplies them.
 
-Sums of products of fp8 go over to float32 registers after each 128 input features, as Hopper's tensor cores keep some
-14 bits of theirs; sums of integers are exact. Under the interpreter, which knows no fp8, codes are bytes.
+Sums of fp8 products are added to float32 registers after each 128 input features, since Hopper's tensor cores keep only
+about 14 bits of their own sums; sums of integers are exact. Triton's interpreter does not support fp8, so codes are
+bytes there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ __all__ = [
     "Config",
     "HopperConfig",
     "choose",
-    "gate_is_fused",
     "linear_rounded",
     "linear_rounded_silu_mul",
     "linear_scaled",
@@ -51,33 +51,34 @@ TILES = (
     Tile(128, 128, 8, 4),
 )
 """By tokens. The first three are near the best of a small search on an H200 with the same tiles, without the rounding
-of activations and with sums left to the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token,
-68 with 16, 76 with 64, where cuBLAS in bfloat16 takes 122, 121 and 128. As they are here, nothing is measured."""
+of activations and with sums in the tensor cores: 66 us for the four products of a Llama-3-8B layer with one token, 68
+with 16, 76 with 64; cuBLAS in bfloat16 takes 122, 121 and 128. In their present form they are not timed."""
 
 ONE_TOKEN = GemvConfig(4, 4096, warps=8)
-"""Of one token, for shapes without an entry of so many input features at most, and more than half as many: tiles for 16
-tokens take a sixth longer."""
+"""For one token and shapes without an entry, with more than half of `columns` input features and at most as many. Tiles
+for 16 tokens take a sixth longer."""
 
 LIBRARY: Literal["library"] = "library"
 
 LIBRARY_TOKENS = 65
-"""From so many tokens on cuBLAS multiplies fp8, with a scale for each row of either side, unless a table says other."""
+"""Number of tokens from which cuBLAS multiplies fp8 with a scale for each row and token, unless a table has an
+entry."""
 
 HOPPER_TOKENS = 129
-"""From so many tokens on, and of a wide weight earlier, `hopper_scaled.py` multiplies what cuBLAS does not: 653 us for
-the four products of a Llama-3-8B layer with 2,048 tokens in int8 on an H200, where tiles of 128 by 256 without a warp
-that fetches take 830."""
+"""Number of tokens from which, and of a wide weight earlier, `hopper_scaled.py` computes the products that cuBLAS does
+not support: 653 us for the four products of a Llama-3-8B layer with 2,048 tokens in int8 on an H200; tiles of 128 by
+256 without a producer warp take 830."""
 
 _PROCESSORS = 132
 """Multiprocessors of an H200."""
 
 _FULL = 0.9
-"""Share of the multiprocessors that work to the end, below which tiles are divided into shares: 8 % less time at 512
-tokens for 28672 x 4096, and half of it at 256 for 4096 x 14336."""
+"""Share of multiprocessors busy in the last round of tiles, below which tiles are divided into shares: that takes 8 %
+less time at 512 tokens for 28672 x 4096, and half of it at 256 for 4096 x 14336."""
 
 
 class HopperConfig(NamedTuple):
-    """How `hopper_scaled.py` divides the work: whole tiles, or equal `shares`."""
+    """The division of work in `hopper_scaled.py`: whole tiles, or equal `shares`."""
 
     shares: bool = False
 
@@ -115,10 +116,10 @@ TABLES: dict[str, Table] = {
         ),
     }
 }
-"""By device name, then by weight shape (N, K): the most tokens that a configuration is for, ascending. What no entry
-covers goes to the library, `hopper_scaled.py` and `TILES`. Figures are fp8, weights in turn, and those of a layer with
-attention to 300 tokens a row; Triton 3.6.0, CUDA 13.0. With int8 the order is the same up to 64 rows, and figures
-within 5 %."""
+"""Device name -> weight shape (N, K) -> (maximum number of tokens, configuration), ascending. Numbers that no entry
+covers use cuBLAS, `hopper_scaled.py` or `TILES`. Figures are in fp8, with weights in turn; those of a layer include
+attention to 300 tokens per row (Triton 3.6.0, CUDA 13.0). With int8 the order is the same up to 64 rows, and figures
+are within 5 %."""
 
 MORE_OF_INT8: dict[str, Table] = {
     "NVIDIA H200": {
@@ -130,13 +131,13 @@ MORE_OF_INT8: dict[str, Table] = {
         (4096, 4096): ((256, NarrowConfig(64, 1, 9)),),  # 14.1 us at 80, 17.1 at 256; `hopper_scaled.py` 20.6
     }
 }
-"""What int8, for which there is no library, has behind the entries of `TABLES`."""
+"""Entries for int8, which cuBLAS does not support here, after those of `TABLES`."""
 
 
 def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
-    """Return what multiplies codes [T, K] and the weight to results of `dtype`."""
+    """Return the configuration of the product of codes [T, K] and the weight with results of `dtype`."""
     tokens, (n, k) = len(codes), weight.codes.shape
-    # cuBLAS has this for Hopper and bfloat16 alone; its sums of fp8 keep some 14 bits until they are complete.
+    # cuBLAS supports this on Hopper with bfloat16 results only; its fp8 sums keep about 14 bits until completion.
     library = tokens > 0 and codes.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
     library = library and not weight.rounding.grouped and n % 16 == k % 16 == 0 and is_hopper(codes.device)
     if not weight.rounding.grouped:
@@ -155,7 +156,7 @@ def choose(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> Config:
 
 
 def _on_hopper(codes: Tensor, weight: ScaledWeight, dtype: torch.dtype) -> HopperConfig | None:
-    """Return how `hopper_scaled.py` multiplies, where it can and is the fastest."""
+    """Return the configuration for `hopper_scaled.py` if it can compute the product and is the fastest."""
     tokens, n = len(codes), weight.codes.shape[0]
     able = not weight.rounding.grouped and dtype.itemsize == 2 and n % 16 == 0 and is_hopper(codes.device)
     if not able or tokens < LIBRARY_TOKENS or not (fits_tensor_map(codes) and fits_tensor_map(weight.codes)):
@@ -177,7 +178,7 @@ def _table(device: torch.device, dtype: torch.dtype) -> Table:
 
 @triton.jit
 def products(w, x, acc, INTEGER: tl.constexpr):
-    """acc + w @ x in float32, or in int32 for integers."""
+    """Return acc + w @ x in float32, or in int32 for integers."""
     if INTEGER:
         if INTERPRET:
             return acc + tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
@@ -192,7 +193,7 @@ def products(w, x, acc, INTEGER: tl.constexpr):
 
 @triton.jit
 def _numbers(codes, INTEGER: tl.constexpr):
-    """Bytes of codes -> int32, or their float32."""
+    """Return bytes of codes as int32, or of fp8 as float32."""
     if INTEGER:
         return codes.to(tl.int8, bitcast=True).to(tl.int32)
     elif INTERPRET:
@@ -207,8 +208,9 @@ def one_token_kernel(
     N: tl.constexpr, K: tl.constexpr, INTEGER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Bytes of codes x [K] with one scale times BLOCK_N rows of those of weight [N, K] with scales [N] -> out [N], as
-    `small.gemv_kernel`: no tensor cores, the next tile of the weight on its way. GATED: of a weight [2 * N, K]."""
+    """Bytes of codes x [K] with one scale times BLOCK_N rows of weight [N, K] with scales [N] -> out [N]. As in
+    `small.gemv_kernel`, tensor cores are not used and the next tile of the weight is loaded ahead. GATED: the weight is
+    [2 * N, K]."""
     release_consumers(USE_PDL)
     tile = tl.program_id(0)
     rows = gemv_rows(tile, N, BLOCK_N, GATED)
@@ -237,16 +239,15 @@ def scaled_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes x [tokens, K] with scales [tokens, GROUPS] times codes weight [N, K] with scales [GROUPS, N] -> out
-    [tokens, N], over one of SPLITS ranges of K; BLOCK_K of a group. partial, counter: as `tiles.finish`."""
+    [tokens, N], over one of SPLITS ranges of K. BLOCK_K: the size of a group. partial, counter: see `tiles.finish`."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     release_consumers(USE_PDL)
     part = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows beyond the end repeat the last one, which costs no mask; their products are not stored.
+    # Rows and tokens beyond the end repeat the last one, which needs no mask; their products are not stored.
     read = rows if N % BLOCK_N == 0 else tl.minimum(rows, N - 1)
     token_ids = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # So do tokens.
     token = tl.minimum(token_ids, tokens - 1)
     lane = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + read[:, None].to(tl.int64) * K + lane[None, :]
@@ -291,20 +292,18 @@ def linear_rounded(
     return _product(codes, scales, weight, bias, dtype, None)
 
 
-def linear_rounded_silu_mul(codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> Tensor:
+def linear_rounded_silu_mul(
+    codes: Tensor, scales: Tensor, weight: ScaledWeight, *, dtype: torch.dtype
+) -> Tensor | None:
     config = choose(codes, weight, dtype)
-    if not isinstance(config, GemvConfig | HopperConfig):
-        return silu_mul(_product(codes, scales, weight, None, dtype, None))
-    out = torch.empty((len(codes), weight.codes.shape[0] // 2), dtype=dtype, device=codes.device)
-    if isinstance(config, GemvConfig):
-        multiply_one(codes, scales, weight, None, config, out, gated=True)
-    else:
-        _multiply_many(codes, scales, weight, None, config, out, gated=True)
-    return out
-
-
-def gate_is_fused(codes: Tensor, weight: ScaledWeight, *, dtype: torch.dtype) -> bool:
-    return len(codes) == 1 or isinstance(choose(codes, weight, dtype), HopperConfig)
+    if isinstance(config, GemvConfig | HopperConfig):
+        out = torch.empty((len(codes), weight.codes.shape[0] // 2), dtype=dtype, device=codes.device)
+        if isinstance(config, GemvConfig):
+            multiply_one(codes, scales, weight, None, config, out, gated=True)
+        else:
+            _multiply_many(codes, scales, weight, None, config, out, gated=True)
+        return out
+    return silu_mul(_multiplied(codes, scales, weight, None, dtype, None, config)) if len(codes) == 1 else None
 
 
 def _multiply_many(
@@ -325,8 +324,19 @@ def _multiply_many(
 def _product(
     codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
+    return _multiplied(codes, scales, weight, bias, dtype, out, choose(codes, weight, dtype))
+
+
+def _multiplied(
+    codes: Tensor,
+    scales: Tensor,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    config: Config,
+) -> Tensor:
     tokens, n = len(codes), weight.codes.shape[0]
-    config = choose(codes, weight, dtype)
     if config == LIBRARY:
         y = torch._scaled_mm(
             codes, weight.codes.t(), scales, weight.scales, bias=bias, out_dtype=dtype, use_fast_accum=True
@@ -348,7 +358,7 @@ def _product(
 
 
 def multiply(codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None, tile: Tile, out: Tensor) -> None:
-    """codes [T, K] and scales [T, G] of rows, times the weight, plus bias [N], into out [T, N]."""
+    """Multiply codes [T, K] with scales [T, G] by the weight, add bias [N], and write out [T, N]."""
     n, k = weight.codes.shape
     grid, partial, counters = split(tile, out, triton.cdiv(k, GROUP))
     x, w = operand(codes), operand(weight.codes)
@@ -381,8 +391,8 @@ def multiply_one(
     *,
     gated: bool = False,
 ) -> None:
-    """As `multiply` of one token and a weight without groups; with `gated`, silu(gate) * up of a weight [2 * N, K],
-    without a bias. `config.rows` divides the weight's rows."""
+    """Multiply as `multiply`, for one token and a weight without groups. With `gated` the result is silu(gate) * up of
+    a weight [2 * N, K] without a bias. `config.rows` divides the weight's rows."""
     rows, k = weight.codes.shape
     launch(
         one_token_kernel,
@@ -407,5 +417,5 @@ def multiply_one(
 
 
 def operand(codes: Tensor) -> Tensor:
-    """Return codes as kernels take them."""
+    """Return codes in the dtype that kernels read: fp8 as bytes under the interpreter."""
     return codes.view(torch.uint8) if INTERPRET.value and codes.dtype != torch.int8 else codes

@@ -1,4 +1,4 @@
-"""Experts of 8 bits (`kernels.scaled_experts`): the products of `linear.scaled` in the blocks of `triton.moe`."""
+"""8-bit experts (`kernels.scaled_experts`): the products of `linear.scaled` in the blocks of `triton.moe`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncllm.kernels.triton.rounded import gate_rounded, round_rows
 __all__ = ["TILES", "multiply", "scaled_experts"]
 
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 128, 8, 4)}
-"""By tokens per block: those of `linear.scaled`. Not measured here."""
+"""By tokens per block, as in `linear.scaled`. Not timed here."""
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
@@ -31,9 +31,9 @@ def scaled_experts_kernel(
 ):  # fmt: skip
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X] for every assignment a of a block, BLOCK_N rows of it.
 
-    Codes x [*, K] with scales [*, GROUPS], codes weight [E, N, K] with scales [E, GROUPS, N], y [num_assignments, N];
-    BLOCK_K of a group. UNGROUPED: block b is assignment b, block_experts are the expert ids and assignments are not
-    read.
+    Codes x [*, K] with scales [*, GROUPS], codes weight [E, N, K] with scales [E, GROUPS, N], y [num_assignments, N].
+    BLOCK_K is the size of a group. UNGROUPED: block b is assignment b, block_experts are the expert ids, and
+    assignments are not read.
     """
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     block = tl.program_id(1)
@@ -90,7 +90,7 @@ def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights
         ids = expert_ids.view(-1)
         blocks = Blocks(ids, ids, 16, True)
     else:
-        # Sums of groups and of all of them have no room for more.
+        # With groups there are two sets of sums, for which registers suffice up to 64 tokens.
         most = 64 if gate_up.rounding.grouped or down.rounding.grouped else 128
         blocks = group(expert_ids, num_experts, min(most, tokens_per_block(num_assignments, num_experts)))
     hidden = torch.empty(num_assignments, gate_up.codes.shape[1], dtype=x.dtype, device=x.device)

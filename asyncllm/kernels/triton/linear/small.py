@@ -1,15 +1,15 @@
-"""Linear layers for up to 64 tokens, where reading the weight is all that takes time.
+"""Linear layers for up to 64 tokens, whose time is spent reading the weight.
 
-Two kernels, and the configuration of a third: that of `linear/narrow.py`, for Hopper alone. `gemv_kernel` multiplies in
-float32 without tensor cores, for up to four tokens: a program owns whole rows of the weight. `skinny_kernel` gives the
-weight to the tensor cores as their first operand ("swap AB": 64 rows of it are one wgmma, the tokens are its narrow
-side), optionally splitting the sum over several programs of which the last to arrive adds up all partial sums in the
-order of the splits, so that runs repeat bit by bit. With GATED a tile of either has gate rows and the up rows that
-belong to them, and stores silu(gate) * up.
+Two kernels, and the configuration of a third, that of `linear/narrow.py` for Hopper. `gemv_kernel` multiplies up to
+four tokens in float32 without tensor cores; a program owns whole rows of the weight. `skinny_kernel` has the weight as
+the first operand of the tensor cores ("swap AB": 64 of its rows are one wgmma, whose narrow side is the tokens). It can
+split the sum over several programs, of which the last to arrive adds up all partial sums in the order of the splits, so
+that results are reproducible to the bit. With GATED a tile of either kernel has gate rows and the corresponding up
+rows, and stores silu(gate) * up.
 
-No kernel ever writes weights, so `gemv_kernel` requests the first of them before it waits for the kernel that produces
-the input: launch and ramp overlap with what runs before. `skinny_kernel` does not: bringing its first tiles to the L2
-cache before the wait made a layer up to 15 us slower, never faster.
+No kernel writes weights, so `gemv_kernel` loads the first of them before it waits for the kernel that produces the
+input, which hides its launch. `skinny_kernel` does not: loading its first tiles into the L2 cache before the wait made
+a layer up to 15 us slower and never faster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Tile of `skinny_kernel`: `rows` of the weight by `columns` at a time, the sum split over `splits` programs."""
+    """Tile of `skinny_kernel`: `rows` of the weight by `columns` at a time, with the sum split over `splits`
+    programs."""
 
     rows: int = 64
     columns: int = 64
@@ -50,8 +51,8 @@ class SkinnyConfig:
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tile of `narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `parts` x 64 input features a
-    stage, `stages` of them, the sum split over `splits` blocks."""
+    """Tile of `narrow.narrow_kernel`: `rows` (64, 128 or 256) of the weight, `stages` of `parts` x 64 input features,
+    with the sum split over `splits` blocks."""
 
     rows: int
     parts: int
@@ -60,13 +61,13 @@ class NarrowConfig:
 
 
 def token_tile(tokens: int) -> int:
-    """Return tokens of the tile that holds so many, up to 64: the narrow side of a wgmma."""
+    """Return the number of tokens of the smallest tile, the narrow side of a wgmma, that holds up to 64 `tokens`."""
     return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
 
 
 @triton.jit
 def _gemv_token(x_ptr, columns, w, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """acc [BLOCK_N, BLOCK_K // 8] + the products of one token with w [BLOCK_N, BLOCK_K], eight of them summed."""
+    """Return acc [BLOCK_N, BLOCK_K // 8] plus the products of one token with w [BLOCK_N, BLOCK_K], summed by eight."""
     if K % BLOCK_K == 0:
         x = tl.load(x_ptr + columns).to(tl.float32)
     else:
@@ -77,8 +78,8 @@ def _gemv_token(x_ptr, columns, w, acc, K: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def gemv_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Return the rows [BLOCK_N] of a weight that a tile has; GATED: half of them of the gate, then those of up, which
-    are N further down."""
+    """Return the rows of the weight in a tile [BLOCK_N]. GATED: gate rows, then the corresponding up rows, N further
+    down."""
     own = tl.arange(0, BLOCK_N)
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -89,7 +90,7 @@ def gemv_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr)
 
 @triton.jit
 def store_gemv(y, bias_ptr, out_ptr, rows, tile, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Sums y [BLOCK_N] of `gemv_rows` to out, plus the bias; GATED: silu(gate) * up, of half as many."""
+    """Store the sums y [BLOCK_N] of `gemv_rows` plus the bias, or with GATED half as many silu(gate) * up, to out."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         HALF: tl.constexpr = y.shape[0] // 2
@@ -108,7 +109,7 @@ def gemv_kernel(
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]. GATED: of one token
+    """TOKENS (1 to 4) rows of x [TOKENS, K] times BLOCK_N rows of weight [N, K] -> out [TOKENS, N]. GATED: one token
     and a weight [2 * N, K]."""
     release_consumers(USE_PDL)
     tile = tl.program_id(0)
@@ -126,7 +127,7 @@ def gemv_kernel(
     acc_2 = acc_0
     acc_3 = acc_0
     for start in range(0, K, BLOCK_K):
-        # The next tile of the weight is on its way while this one is multiplied.
+        # The next tile of the weight is loaded while this one is multiplied.
         w = w_next.to(tl.float32)
         own = start + columns
         more = start + BLOCK_K < K if K % BLOCK_K == 0 else (own + BLOCK_K < K)[None, :]
@@ -152,7 +153,8 @@ def gemv_kernel(
 def _skinny_store(
     acc, tokens, bias_ptr, out_ptr, tile, token_ids, N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] in float32, plus the bias, to out [tokens, N]; with GATED half as many rows."""
+    """Store acc [BLOCK_N, BLOCK_M] float32 plus the bias, or with GATED the gate of half as many rows, to out [tokens,
+    N]."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     RESULTS: tl.constexpr = acc.shape[0] // 2 if GATED else acc.shape[0]
     rows = tile * RESULTS + tl.arange(0, RESULTS)
@@ -175,8 +177,8 @@ def skinny_kernel(
 ):  # fmt: skip
     """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of weight [N, K], over one of SPLITS ranges of K.
 
-    With GATED the weight is [2 * N, K], and the rows of a tile are as many gate rows and the up rows that belong to
-    them. partial: float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after.
+    With GATED the weight is [2 * N, K], and a tile has gate rows and the corresponding up rows. partial: float32
+    [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after.
     """
     STEPS: tl.constexpr = K // BLOCK_K
     release_consumers(USE_PDL)
@@ -227,10 +229,10 @@ def gemv(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, without tensor
-    cores. With `gated`, silu(gate) * up of one token and a weight [2 * N, K], without a bias.
+    """Return x [T, K], T at most 4, times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given, without
+    tensor cores. With `gated` the result is silu(gate) * up of one token and a weight [2 * N, K] without a bias.
 
-    All are contiguous. `config.rows` divides the weight's rows.
+    All tensors are contiguous. `config.rows` divides the weight's rows.
     """
     tokens, k = x.shape
     rows = weight.shape[0]
@@ -253,10 +255,10 @@ def skinny(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N] -> [T, N], `out` if given, on tensor cores.
-    With `gated`, silu(gate) * up of a weight [2 * N, K], without a bias.
+    """Return x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given, on tensor
+    cores. With `gated` the result is silu(gate) * up of a weight [2 * N, K] without a bias.
 
-    All are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K.
+    All tensors are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K.
     """
     tokens, k = x.shape
     rows = weight.shape[0]

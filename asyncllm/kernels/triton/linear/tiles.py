@@ -1,6 +1,6 @@
-"""Tiles of products with quantized weights, and how their sums are stored.
+"""Tiles of products with quantized weights, and the storing of their sums.
 
-The weight is the first operand of the tensor cores, as in `linear.small`. Few tokens split the sum over several
+The weight is the first operand of the tensor cores, as in `linear.small`. For few tokens the sum is split over several
 programs, of which the last to arrive adds up the parts in the order of the splits.
 """
 
@@ -24,7 +24,8 @@ _MAX_SPLITS = 8
 
 
 class Tile(NamedTuple):
-    """A program: `rows` of the weight by `tokens`. `programs`: about how many splits of the sum shall make."""
+    """The tile of a program: `rows` of the weight by `tokens`. `programs`: approximate number of programs to reach by
+    splitting the sum."""
 
     rows: int
     tokens: int
@@ -34,9 +35,9 @@ class Tile(NamedTuple):
 
 
 class RingConfig(NamedTuple):
-    """Tile of `hopper_packed.ring_kernel`: `rows` (64 or 128) of the weight, or gate and up rows each, by `tokens`;
-    `joined`: tokens of a stage come in one copy instead of four, gate and up in one instead of two, between which all
-    warps meet; for input features in whole runs of 32."""
+    """Tile of `hopper_packed.ring_kernel`: `rows` (64 or 128) of the weight, or of gate and of up, by `tokens`.
+    `joined`: one copy loads a stage's tokens instead of four, and one its gate and up words instead of two; requires
+    input features in whole runs of 32."""
 
     rows: int
     tokens: int
@@ -48,7 +49,7 @@ class RingConfig(NamedTuple):
 
 class WideConfig(NamedTuple):
     """Tile of `hopper_packed_wide.wide_kernel`: 128 or 256 (two `halves`) rows of the weight, or 128 gate and 128 up
-    rows, by `tokens`, cut into about `splits` ranges of the sum at most."""
+    rows, by `tokens`, with the sum divided into about `splits` ranges at most."""
 
     tokens: int
     stages: int
@@ -58,13 +59,14 @@ class WideConfig(NamedTuple):
 
 
 def choose_tile(tiles: Sequence[Tile], tokens: int) -> Tile:
-    """Return the first that holds all tokens, else the last."""
+    """Return the first tile that holds all tokens, or the last."""
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
 def split(tile: Tile, out: Tensor, steps: int, *, gated: bool = False) -> tuple[tuple[int, int, int], Tensor, Tensor]:
-    """Return the grid (splits, tiles of rows, tiles of tokens) of a product into out [T, N], the sum of so many steps,
-    with the memory for partial sums and the counters; any tensor where there is one split. `gated`: as in `finish`."""
+    """Return the grid (splits, tiles of rows, tiles of tokens) of a product into out [T, N] whose sum has `steps`, the
+    memory for partial sums, and the counters. With one split both are unused and may be any tensor. `gated`: see
+    `finish`."""
     tokens, n = out.shape
     rows, token_tiles = triton.cdiv(n * (2 if gated else 1), tile.rows), triton.cdiv(tokens, tile.tokens)
     tiles, splits = rows * token_tiles, 1
@@ -107,8 +109,8 @@ def finish(
 
 @triton.jit
 def rows_of(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Return the rows of the weight [N, K] that are the tile's. With GATED eight gate rows and the up rows that belong
-    to them follow one another: one thread has the products of both. Rows beyond the end are the last one."""
+    """Return the rows of weight [N, K] in a tile. With GATED eight gate rows alternate with the corresponding up rows,
+    so that one thread has the products of both. Rows beyond the end repeat the last one."""
     own = tl.arange(0, BLOCK_N)
     if GATED:
         rows = tile * (BLOCK_N // 2) + own // 16 * 8 + own % 8
