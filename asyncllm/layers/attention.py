@@ -197,7 +197,8 @@ class Attention(Layer):
         if self.qk_norm == "whole":
             q, k = q.flatten(1), k.flatten(1)
         if self.ranks is not None and isinstance(self.q_norm, HeadsRMSNorm) and isinstance(self.k_norm, HeadsRMSNorm):
-            # Ranks have as many heads each, so that the mean of all is the mean of theirs, also where keys are copied.
+            # Ranks have equal numbers of heads, also if keys are copied, so the mean over all heads is the mean of the
+            # ranks' means.
             means = self.ranks.add_up(kernels.mean_squares(qkv, (q.shape[1], k.shape[1]))) / self.ranks.size
             q, k = self.q_norm.scaled(q, means[:, :1]), self.k_norm.scaled(k, means[:, 1:])
         else:

@@ -1,4 +1,4 @@
-"""What stands in the place of attention or an MLP in layers that were made smaller: one product, or nothing."""
+"""Replacements of attention or an MLP in pruned layers: a single linear layer, or nothing."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class SparseMLP(GatedMLP):
         if self.ranks is None:
             deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
         else:
-            # Ranks have as many features each, so that the mean of all is the mean of theirs.
+            # Ranks have equal numbers of features, so the mean over all features is the mean of the ranks' means.
             mean = self.ranks.add_up(wide.mean(-1, keepdim=True)) / self.ranks.size
             variance = self.ranks.add_up((wide - mean).square().mean(-1, keepdim=True)) / self.ranks.size
             deviation = variance.sqrt()

@@ -1,4 +1,4 @@
-"""Expansions of weights that a method could multiply, for layers that it does not serve."""
+"""Expansions of weights whose method multiplies them directly, for layers that this method does not support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["expansion_of_method"]
 
 
 def expansion_of_method(module: str, tensors: Mapping[str, Header], method: LinearMethod | None) -> Expansion | None:
-    """Return the expansion of a module with these tensors; None if its method has none, or it is plain. Raises
+    """Return the expansion of a module with these tensors, or None if its method has none or it is unquantized. Raises
     InvalidCheckpoint, UnsupportedModel."""
     if isinstance(method, Scaled) and method.scale is not None:
         return expansion_of_codes(

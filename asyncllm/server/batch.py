@@ -139,7 +139,7 @@ def _fault(asked: Any) -> str | None:
     if not isinstance(asked.get("custom_id"), str):
         return "it has no custom_id, a text by which its answer is known."
     if unknown := asked.keys() - {"custom_id", "method", "url", "body"}:
-        return f"it has {sorted(unknown)[0]!r}. Options stand in its body."
+        return f"it has {sorted(unknown)[0]!r}. Put options into its body."
     if asked.get("method", "POST") != "POST":
         return "its method is not POST."
     if asked.get("url") not in ROUTES:

@@ -39,25 +39,25 @@ Reading = tuple[str, str, Callable[[EngineStats], float]]
 GAUGES: tuple[Reading, ...] = (
     ("num_requests_running", "Sequences with a row in the batch.", lambda stats: stats.running),
     ("num_requests_waiting", "Sequences in the queue, preempted ones included.", lambda stats: stats.waiting),
-    ("num_requests_swapped", "Those of them whose KV lies in host memory.", lambda stats: stats.swapped),
-    ("num_sessions", "Conversations that are kept.", lambda stats: stats.sessions),
+    ("num_requests_swapped", "Waiting sequences whose KV blocks are in host memory.", lambda stats: stats.swapped),
+    ("num_sessions", "Open sessions.", lambda stats: stats.sessions),
     (
         "kv_cache_usage_perc",
-        "Fraction of the KV blocks that running sequences hold; 1: all.",
+        "Fraction of the KV blocks that running sequences hold, from 0 to 1.",
         lambda stats: stats.blocks_held / stats.blocks_total if stats.blocks_total else 0.0,
     ),
     (
         "cpu_cache_usage_perc",
-        "Fraction of the KV blocks in host memory that swapped sequences hold; 1: all.",
+        "Fraction of the KV blocks in host memory that swapped sequences hold, from 0 to 1.",
         lambda stats: stats.host_blocks_held / stats.host_blocks_total if stats.host_blocks_total else 0.0,
     ),
     ("num_adapters_resident", "LoRA adapters in a slot of the device.", lambda stats: stats.adapters_resident),
     ("num_adapters_in_host_memory", "LoRA adapters in host memory.", lambda stats: stats.adapters_in_host_memory),
-    ("num_adapters_running", "Those that running sequences have.", lambda stats: stats.adapters_running),
-    ("sleep_level", "1 or 2: parts of the model sleep; 0: all of it is awake.", lambda stats: stats.sleep_level),
+    ("num_adapters_running", "LoRA adapters that running sequences use.", lambda stats: stats.adapters_running),
+    ("sleep_level", "Sleep level of the model, 1 or 2; 0 if it is awake.", lambda stats: stats.sleep_level),
     (
         "seconds_since_progress",
-        "How long there has been work and no step has completed; 0: there is none.",
+        "Seconds since the last step completed while there is work; 0 without work.",
         lambda stats: stats.seconds_since_progress,
     ),
 )
@@ -65,30 +65,26 @@ GAUGES: tuple[Reading, ...] = (
 COUNTERS: tuple[Reading, ...] = (
     (
         "prompt_tokens",
-        "Tokens of prompts taken into the batch, cached ones included, and again after a preemption.",
+        "Prompt tokens admitted to the batch, including cached ones, and again after a preemption.",
         lambda stats: stats.prompt_tokens,
     ),
-    ("generation_tokens", "Tokens of answers.", lambda stats: stats.sampled_tokens),
-    (
-        "prefix_cache_queries",
-        "Tokens that the prefix cache was asked for.",
-        lambda stats: stats.prompt_tokens,
-    ),
-    ("prefix_cache_hits", "Tokens that it had.", lambda stats: stats.cached_tokens),
+    ("generation_tokens", "Generated tokens.", lambda stats: stats.sampled_tokens),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda stats: stats.prompt_tokens),
+    ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.cached_tokens),
     ("computed_prompt_tokens", "Tokens computed in prefill rows.", lambda stats: stats.prefill_tokens),
     ("steps", "Steps launched.", lambda stats: stats.steps),
-    ("steps_failed", "Steps that failed, and their requests with them.", lambda stats: stats.steps_failed),
-    ("num_preemptions", "Running sequences that gave up their blocks to others.", lambda stats: stats.preemptions),
+    ("steps_failed", "Steps that failed, with their requests.", lambda stats: stats.steps_failed),
+    ("num_preemptions", "Preemptions of running sequences.", lambda stats: stats.preemptions),
     ("blocks_swapped_out", "KV blocks copied to host memory.", lambda stats: stats.blocks_swapped_out),
-    ("blocks_swapped_in", "KV blocks copied back.", lambda stats: stats.blocks_swapped_in),
+    ("blocks_swapped_in", "KV blocks copied back to the device.", lambda stats: stats.blocks_swapped_in),
     (
         "swap_fallbacks",
-        "Preempted sequences that found too few blocks in host memory, and are computed again.",
+        "Preempted sequences that are recomputed because host memory had too few free blocks.",
         lambda stats: stats.swap_fallbacks,
     ),
-    ("adapter_reads", "Times that an adapter was read from its folder.", lambda stats: stats.adapter_reads),
-    ("adapter_uploads", "Times that an adapter was brought up to the device.", lambda stats: stats.adapter_uploads),
-    ("requests_refused", "Calls that found the queue full.", lambda stats: stats.requests_refused),
+    ("adapter_reads", "Reads of an adapter from its folder.", lambda stats: stats.adapter_reads),
+    ("adapter_uploads", "Uploads of an adapter to the device.", lambda stats: stats.adapter_uploads),
+    ("requests_refused", "Calls refused because the queue was full.", lambda stats: stats.requests_refused),
     ("requests_expired", "Requests that ended at their deadline.", lambda stats: stats.requests_expired),
 )
 
@@ -118,11 +114,11 @@ class _EngineReadings(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1: the engine runs.", labels=["model_name"])
+        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1 while the engine runs, otherwise 0.", labels=["model_name"])
         up.add_metric([self._model_name], float(self.stats is not None))
         yield up
         restarts = CounterMetricFamily(
-            f"{PREFIX}engine_restarts", "Engines that have taken the place of one that died.", labels=["model_name"]
+            f"{PREFIX}engine_restarts", "Engines started to replace one that died.", labels=["model_name"]
         )
         restarts.add_metric([self._model_name], self.num_restarts)
         yield restarts
@@ -163,19 +159,21 @@ class Instruments:
         self._queue = histogram("request_queue_time_seconds", "From the end of encoding to a row in the batch.")
         self._prefill = histogram("request_prefill_time_seconds", "From a row in the batch to the first token.")
         self._decode = histogram("request_decode_time_seconds", "From the first token to the end of all answers.")
-        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt, history included.", TOKENS)
-        self._cached_tokens = histogram("request_cached_tokens", "Those that the prefix cache had.", TOKENS)
+        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt, including history.", TOKENS)
+        self._cached_tokens = histogram(
+            "request_cached_tokens", "Tokens of the prompt found in the prefix cache.", TOKENS
+        )
         self._generation_tokens = histogram("request_generation_tokens", "Tokens of all answers to a prompt.", TOKENS)
         answers = Counter(
             f"{PREFIX}request_success",
-            "Answers that have ended, by their finish_reason; a request with n answers counts n times.",
+            "Answers that have ended, by finish_reason; a request with n answers counts n times.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._answers = {reason: answers.labels(engine.model_name, reason) for reason in get_args(FinishReason)}
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
-            "HTTP requests by the status they ended with: 499 if the client left, its error's if a stream broke off.",
+            "HTTP requests by final status: 499 if the client left, that of the error if a stream failed.",
             ["method", "route", "status"],
             registry=self._registry,
         )
@@ -188,7 +186,7 @@ class Instruments:
         )
         loop_lag = Histogram(
             f"{PREFIX}event_loop_lag_seconds",
-            "How late the event loop ran a timer, twice a second.",
+            "Delay of a timer in the event loop, measured twice a second.",
             registry=self._registry,
             buckets=SHORT_SECONDS,
         )

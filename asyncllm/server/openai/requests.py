@@ -134,7 +134,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
 
     prompt: Prompt
     suffix: str | None = None
-    """What follows the text that is asked for; of models that were trained to fill in."""
+    """The text after the requested one, for models that were trained to fill in."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: NewTokens | None = None
