@@ -45,6 +45,7 @@ __all__ = [
     "LINES",
     "compile_options",
     "decode",
+    "finish",
     "fits",
     "ring",
     "ring_kernel",
@@ -229,8 +230,8 @@ def _fill_table(
 
 
 @gluon.jit
-def _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
-            HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+def finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
+           HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """Store acc [ROWS, TOKENS] float32 plus the bias, or with GATED silu(acc) * up, to out [num_tokens, out_size]."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
@@ -340,7 +341,7 @@ def ring_kernel(
         stage, phase = next_stage(stage, phase, STAGES)
 
     if SPLITS == 1:
-        _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
+        finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
     else:
         TILE: gl.constexpr = ROWS * TOKENS
         r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))[:, None]
@@ -362,7 +363,7 @@ def ring_kernel(
                 total += gl.load(sums + other * (HALVES * TILE), cache_modifier=".cg")
                 if GATED:
                     total_up += gl.load(sums + other * (HALVES * TILE) + TILE, cache_modifier=".cg")
-            _finish(total, total_up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
+            finish(total, total_up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype, HAS_BIAS, GATED)
             gl.store(counter_ptr + tile, 0)
 
 

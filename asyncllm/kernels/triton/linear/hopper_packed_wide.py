@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from asyncllm.kernels.packed import PackedWeight
-from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.counters import zero_counters
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap
@@ -47,7 +46,7 @@ from asyncllm.kernels.triton.linear.hopper import (
     synchronize,
     wait_for_flag,
 )
-from asyncllm.kernels.triton.linear.hopper_packed import CHUNK, LINES, decode, rounding_factors
+from asyncllm.kernels.triton.linear.hopper_packed import CHUNK, LINES, decode, finish, rounding_factors
 from asyncllm.kernels.triton.linear.tiles import WideConfig
 
 __all__ = ["RUN", "compile_options", "share_count", "wide", "wide_kernel"]
@@ -203,27 +202,6 @@ def _add_runs(
 
 
 @gluon.jit
-def _finish(acc, up, out_ptr, bias_ptr, row, token, num_tokens, out_size, dtype: gl.constexpr,
-            HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """Store acc [64, TOKENS] float32 plus the bias, or with GATED silu(acc) * up, to out [num_tokens, out_size]."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    if HAS_BIAS:
-        own = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-        acc += gl.load(bias_ptr + own, mask=own < out_size, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        rounded = apply_gate(acc.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), dtype, False)
-    else:
-        rounded = acc.to(dtype)
-    # A thread stores eight results of one token at once.
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    results = gl.convert_layout(rounded, STORED)
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))[:, None]
-    columns = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))[None, :]
-    gl.store(out_ptr + columns * out_size + rows, results, mask=(columns < num_tokens) & (rows < out_size))
-
-
-@gluon.jit
 def _consume(
     work, CONSUMER: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, ROUNDED: gl.constexpr,
     GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -317,12 +295,12 @@ def _consume(
                 gl.store(flags + theirs, 0)
             first = row + CONSUMER * 64
             if GATED:
-                _finish(acc, acc2, out_ptr, bias_ptr, first, token, num_tokens, out_size, dtype, HAS_BIAS, True)
+                finish(acc, acc2, out_ptr, bias_ptr, first, token, num_tokens, out_size, dtype, HAS_BIAS, True)
             else:
-                _finish(acc, acc, out_ptr, bias_ptr, first, token, num_tokens, out_size, dtype, HAS_BIAS, False)
+                finish(acc, acc, out_ptr, bias_ptr, first, token, num_tokens, out_size, dtype, HAS_BIAS, False)
                 if HALVES == 2:
                     below = first + 128
-                    _finish(acc2, acc2, out_ptr, bias_ptr, below, token, num_tokens, out_size, dtype, HAS_BIAS, False)
+                    finish(acc2, acc2, out_ptr, bias_ptr, below, token, num_tokens, out_size, dtype, HAS_BIAS, False)
         at += end - begin
 
 
