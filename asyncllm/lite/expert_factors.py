@@ -1,8 +1,8 @@
-"""An adapter's factors for the experts of a layer, as PEFT has them for `target_parameters`: those of all in one pair,
-whatever a checkpoint has in their place.
+"""An adapter's factors for the experts of a layer, as PEFT stores them for `target_parameters`: one pair for all
+experts, however the checkpoint stores their weights.
 
-PEFT wraps a module once for each of its parameters, the first one inmost, and names no parameter in the files:
-`...experts.base_layer.lora_A` is of gate_up_proj and `...experts.lora_A` of down_proj, if both are targets.
+PEFT wraps a module once for each of its parameters, the first one innermost, without naming the parameter in the files:
+`...experts.base_layer.lora_A` belongs to gate_up_proj and `...experts.lora_A` to down_proj, if both are targets.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from asyncllm.models.weights import Target
 __all__ = ["ExpertFactors", "expert_factors"]
 
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""Of transformers' experts, in the order in which these define them."""
+"""Parameters of transformers' experts, in the order of their definition."""
 
 _INNER = ".base_layer"
 
 
 class ExpertFactors(NamedTuple):
-    """What is added to a tensor that holds one expert's weight, or all of a layer."""
+    """The change of a tensor that holds the weight of one expert, or of all experts of a layer."""
 
     a: Tensor
     """[r, in], or [experts, r, in]."""
@@ -41,7 +41,7 @@ class ExpertFactors(NamedTuple):
     """Whether the tensor is [experts, in, out]."""
 
     def product(self) -> Tensor:
-        """Return what is added."""
+        """Return the change, in the tensor's shape."""
         added = self.b @ self.a
         return added.transpose(-1, -2) if self.transposed else added
 
@@ -53,10 +53,10 @@ def expert_factors(
     model: DecoderLM,
     checkpoint: Checkpoint,
 ) -> dict[str, ExpertFactors]:
-    """Return what the adapter in `folder` adds to which tensor of a checkpoint. `wrappers`: lora_A and lora_B by their
-    module's name. `model`: the checkpoint's, without weights.
+    """Return name of a tensor in the checkpoint -> its change by the adapter in `folder`. `wrappers`: module -> lora_A
+    and lora_B. `model`: the checkpoint's model without weights.
 
-    Raises InvalidCheckpoint for factors that do not fit, and UnsupportedModel for parameters that are not known.
+    Raises InvalidCheckpoint for factors that do not fit, and UnsupportedModel for unknown parameters.
     """
     found: dict[str, ExpertFactors] = {}
     tensors = _tensors_of_experts(model, checkpoint)
@@ -88,7 +88,7 @@ def expert_factors(
 
 
 def _parameter(folder: Path, config: AdapterConfig, module: str, wrappers: Mapping[str, object]) -> str:
-    """Return the name of the parameter that the wrapper `module` is of."""
+    """Return the name of the parameter that `module` wraps. Raises UnsupportedModel for an unknown one."""
     container = module.replace(_INNER, "")
     targets = [name for each in _PARAMETERS if config.targets_parameter(name := f"{container}.{each}")]
     if len(targets) != sum(each.replace(_INNER, "") == container for each in wrappers):
@@ -100,7 +100,7 @@ def _parameter(folder: Path, config: AdapterConfig, module: str, wrappers: Mappi
 
 
 def _tensors_of_experts(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str, dict[str, Target]]:
-    """Return the tensors of experts' weights by number of their layer and layer of the model, "gate_up" or "down"."""
+    """Return "LAYER gate_up" or "LAYER down" -> name -> target of the tensors of experts' weights."""
     found: defaultdict[str, dict[str, Target]] = defaultdict(dict)
     for name in checkpoint.tensors:
         target = model.weight_map.resolve(name)
@@ -113,7 +113,7 @@ def _tensors_of_experts(model: DecoderLM, checkpoint: Checkpoint) -> Mapping[str
 
 
 def _share(target: Target, owner: Weighted, shape: tuple[int, ...], a: Tensor, b: Tensor) -> ExpertFactors:
-    """Return what is added to the tensor of a target, of factors [experts, ...]."""
+    """Return the change of the tensor of a target, from factors [experts, ...] of all experts."""
     if target.stack is None:
         ((_, part, expert),) = target.keys
         return ExpertFactors(a[expert or 0], b[expert or 0, owner.rows[part]])

@@ -1,7 +1,8 @@
-"""`merge_lora`: a checkpoint with an adapter's products added to its weights, for what is not computed row by row.
+"""`merge_lora`: merge an adapter into a checkpoint's weights, also one of a kind that cannot be served unmerged.
 
-Besides what adapters are otherwise (`models.adapter_files`), it takes DoRA, factors of embeddings and modules of the
-adapter's own (`modules_to_save`). Tensor by tensor, in float32 and rounded once to the type of the checkpoint.
+In addition to the adapters of `models.adapter_files`, it supports DoRA, factors of embeddings and experts, trained
+tokens, and whole modules (`modules_to_save`). It works tensor by tensor, in float32, rounded once to the checkpoint's
+dtype.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from asyncllm.models.stream import FLOAT_DTYPES
 __all__ = ["merge_lora"]
 
 _MERGED = frozenset({"use_dora", "modules_to_save", "bias", "target_parameters", "trainable_token_indices"})
-"""Entries of a config that are merged, though no row has them."""
+"""Entries of adapter_config.json that are supported for merging only."""
 
 _PREFIX, _BASE, _SAVED = "base_model.model.", "base_layer.", "modules_to_save."
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
 _DECODERS = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.", "model.", "")
-"""What the names of a decoder's modules begin with: transformers' versions differ from each other, and from files."""
+"""Prefixes of a decoder's modules, which differ between versions of transformers and from files."""
 
 _PARTS = {
     "lora_A.weight": "a",
@@ -43,13 +44,13 @@ _PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-"""Ends of names, and what the tensor is of its module."""
+"""Suffix of a tensor's name -> its role."""
 
 
 def merge_lora(
     model: str | os.PathLike[str], work_dir: str = LiteConfig().work_dir, *, adapter: str, **options: Any
 ) -> Path:
-    """Write the checkpoint `model`, whose weights are plain, with `adapter` added to it, and return the folder.
+    """Write the unquantized checkpoint `model` with `adapter` merged into it, and return the folder.
 
     Args:
         model: name, folder or hub id of a checkpoint.
@@ -58,7 +59,7 @@ def merge_lora(
         options: `overwrite`, `revision` and `download_dir` of `LiteConfig`.
 
     Raises InvalidParameter, ModelNotFound, InvalidCheckpoint for an adapter of another model, and UnsupportedModel for
-    what an adapter has besides; nothing is written then.
+    an unsupported kind of adapter. If it raises, nothing is written.
     """
     known = LITE_TOOLS["merge_lora"].options
     unknown = [name for name in options if name not in known]
@@ -80,23 +81,23 @@ def merge_lora(
 
 
 class _Changes:
-    """What an adapter changes of a checkpoint. Everything is checked before anything is read of that."""
+    """The changes of an adapter to a checkpoint. They are all checked before the checkpoint's tensors are read."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
         self._folder, self._checkpoint = folder, checkpoint
         self._config = AdapterConfig(folder / "adapter_config.json", allowed=_MERGED)
         self._replaced: dict[str, Tensor] = {}
-        """Name in the checkpoint -> what takes the place of the tensor."""
+        """Name in the checkpoint -> replacement of the tensor."""
         self._parts: dict[str, dict[str, Tensor]] = {}
         """Name of a weight in the checkpoint -> its factors."""
         self._modules: dict[str, str] = {}
         """Name of a weight in the checkpoint -> its module in the adapter."""
         self._wrappers: dict[str, dict[str, Tensor]] = {}
-        """Module in the adapter -> factors of all experts."""
+        """Module in the adapter -> factors for all of its experts."""
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
-        """Name of an embedding in the checkpoint -> some of its tokens, and what takes the place of their rows."""
+        """Name of an embedding in the checkpoint -> tokens, and the replacements of their rows."""
         self._experts: dict[str, ExpertFactors] = {}
-        """Name of a tensor in the checkpoint -> what is added to it."""
+        """Name of a tensor in the checkpoint -> the factors of its change."""
         for name, tensor in read_tensors(folder):
             self._take(name, tensor)
         for name, parts in self._parts.items():
@@ -114,7 +115,7 @@ class _Changes:
         for end, part in _PARTS.items():
             if bare.endswith(f".{end}"):
                 module = bare.removesuffix(f".{end}")
-                # The source is a view of a file.
+                # Copied, because the source is a view of a file.
                 factor = tensor.to(torch.float32, copy=True)
                 if module.replace(_BASE, "").endswith("experts") or module.endswith(_BASE[:-1]):
                     self._wrappers.setdefault(module, {})[part] = factor
@@ -152,7 +153,7 @@ class _Changes:
                 f"{self._folder}: trainable_token_indices are not the tokens of {short(module)}, of which there are "
                 f"{list(rows.shape)} numbers."
             )
-        # The source is a view of a file.
+        # Copied, because the source is a view of a file.
         self._rows[stored] = torch.tensor(tokens), rows.to(torch.float32, copy=True)
 
     def _take_experts(self) -> None:
@@ -168,8 +169,8 @@ class _Changes:
         self._experts = expert_factors(self._folder, self._config, pairs, model, self._checkpoint)
 
     def _stored(self, name: str) -> str:
-        """Return what the checkpoint calls a tensor: one of a model without its head lacks the first part, and one of
-        a model of images has others."""
+        """Return the checkpoint's name of an adapter's tensor. Models without a head lack the first part of the name,
+        and vision-language models have other parts. Raises InvalidCheckpoint, UnsupportedModel."""
         tensors = self._checkpoint.tensors
         inner = [name.removeprefix(prefix) for prefix in _DECODERS if name.startswith(prefix)]
         others = (name.partition(".")[2], *(first + rest for rest in inner for first in _DECODERS))
@@ -204,14 +205,14 @@ class _Changes:
         return a.dim() == 2 == b.dim() and len(a) == b.shape[1] > 0
 
     def _product(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return what is added to a weight [out, in], or to an embedding [tokens, hidden]."""
+        """Return the change of a weight [out, in] or of an embedding [tokens, hidden]."""
         if "a" in parts:
             return parts["b"] @ parts["a"] * self._config.scale(self._modules[name], len(parts["a"]))
         a, b = parts["embedding a"], parts["embedding b"]
         return (b @ a).t() * self._config.scale(self._modules[name], len(a))
 
     def applied(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the checkpoint, changed or as it is."""
+        """Yield every tensor of the checkpoint by name, with its changes."""
         for name, tensor in self._checkpoint.read():
             base = self._replaced.get(name, tensor).to(tensor.dtype)
             if name in self._rows:
@@ -224,7 +225,7 @@ class _Changes:
                 yield name, base
                 continue
             product = self._product(name, parts)
-            # Conv1D has weights [in, out]; of a square one the config tells.
+            # Conv1D weights are [in, out]. For a square one the config says whether it is such a weight.
             turned = product.shape != base.shape or (product.shape[0] == product.shape[1] and self._config.turned)
             weight = (base.t() if turned else base).float() + product
             if "magnitude" in parts:

@@ -63,11 +63,11 @@ class Group:
         return len(self.maker.rows) if isinstance(self.maker, Rows) else self.maker.weight.shape[-1]
 
     def at_inputs(self, scales: Tensor) -> Tensor:
-        """scales [C] -> [K]."""
+        """Expand scales [C] to the readers' inputs [K]."""
         return scales if self.spread is None else scales[self.spread]
 
     def of_features(self, values: Tensor) -> Tensor:
-        """values [K] -> their means by feature [C]."""
+        """Return the means of values [K] by feature [C]."""
         if self.spread is None:
             return values
         spread = self.spread.to(values.device)
