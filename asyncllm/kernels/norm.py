@@ -35,7 +35,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @op("norm:mean_squares")
 def mean_squares(x: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """The means of the squares of each row's first `sizes[0]` numbers, and of the `sizes[1]` behind them, in float32.
+    """The means of the squares of each row's first `sizes[0]` numbers and of the next `sizes[1]`, in float32.
 
     x [T, H] -> [T, 2].
     """

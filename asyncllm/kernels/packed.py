@@ -48,17 +48,17 @@ MOST_E8M0 = 136
 
 
 class PackedWeight(NamedTuple):
-    """A weight [N, K], or one for each of E experts: (code - zero) * scale of the group that the feature is in; without
-    zeros, the e2m1 number of the code, times 2 to the group's exponent."""
+    """A weight [N, K], or one for each of E experts. A number is (code - zero) * scale, with the zero and scale of its
+    feature's group; without zeros it is the code's e2m1 number times 2 to the group's exponent."""
 
     words: Tensor
-    """int16 [C, N, 32] or [E, C, N, 32], C chunks of `chunk_of(bits)` input features, the last filled up."""
+    """int16 [C, N, 32] or [E, C, N, 32], C chunks of `chunk_of(bits)` input features, the last one padded."""
     scales: Tensor
-    """[G, N] or [E, G, N], float16, bfloat16 or float32; of numbers of e2m1 exponents uint8 (e8m0)."""
+    """[G, N] or [E, G, N], float16, bfloat16 or float32, or for e2m1 numbers exponents uint8 (e8m0)."""
     zeros: Tensor | None
-    """uint8, as `scales`."""
+    """uint8, in the shape of `scales`."""
     order: Tensor | None
-    """int64 [K] or [E, K]: the input feature at each place, where groups are not of neighbours; None where they are."""
+    """int64 [K] or [E, K]: the input feature at each place, or None if the features of a group are adjacent."""
     bits: int
     """4 or 8."""
     group_size: int
@@ -71,7 +71,7 @@ class PackedWeight(NamedTuple):
 
 
 def chunk_of(bits: int) -> int:
-    """Input features that a word and its 31 neighbours hold."""
+    """Return the number of input features in a run of 32 words."""
     return PLANE * (16 // bits)
 
 
@@ -104,8 +104,8 @@ def dequantize(
     in_features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the weight [N, K] of one expert or of none, its input features in the order of their places, rounded once
-    to `dtype`. The other arguments are fields of `PackedWeight`."""
+    """Return a single weight [N, K], with input features in the order of their places, rounded once to `dtype`. The
+    other arguments are fields of `PackedWeight`."""
     codes = unpack_codes(words, bits, in_features)
     size = min(group_size, in_features)
 
@@ -120,9 +120,9 @@ def dequantize(
 
 @op("linear.packed:linear_packed")
 def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, summed in float32. x [..., K], bias [N] of its type -> [..., N], contiguous `out` if given.
+    """x weight^T + bias, summed in float32. x [..., K], bias [N] of its dtype -> [..., N], contiguous `out` if given.
 
-    Here the weight's values are what the codes say; for many tokens a launcher may round them to x's type first.
+    The weight's values are exact here; for many tokens a launcher may round them to x's dtype first.
 
     Raises ValueError if `out` has another shape or dtype, or gaps.
     """
@@ -135,8 +135,8 @@ def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *
 
 @op("linear.packed:linear_packed_silu_mul")
 def linear_packed_silu_mul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """silu(gate) * up of the product of x [..., K] and a weight whose first half of rows is the gate's -> [..., N / 2],
-    rounded as `silu_mul` of `linear_packed` is."""
+    """silu(gate) * up of x [..., K] times a weight whose first half of rows is the gate's -> [..., N / 2], rounded like
+    `silu_mul` of `linear_packed`."""
     return silu_mul(linear_packed(x, weight))
 
 
@@ -152,9 +152,9 @@ def packed_experts(
     down_bias: Tensor | None = None,
     limit: float | None = None,
 ) -> Tensor:
-    """`fused_experts` with packed weights, of which only the experts that are chosen are expanded, to x's type."""
+    """`fused_experts` with packed weights. Only the chosen experts are expanded, to x's dtype."""
     chosen, places = torch.unique(expert_ids, return_inverse=True)
-    # -1, an expert that is elsewhere, is the first of them.
+    # -1, which stands for experts on other ranks, comes first.
     elsewhere = int((chosen < 0).sum())
     chosen, places = chosen[elsewhere:], places - elsewhere
     dense = []
@@ -186,7 +186,7 @@ def _whole(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _natural(stack: PackedWeight, expert: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of one expert, its input features in natural order."""
+    """Return the weight of one expert, with input features in their natural order."""
     order = None if stack.order is None else stack.order[expert]
     zeros = None if stack.zeros is None else stack.zeros[expert]
     one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=zeros, order=order)
@@ -194,7 +194,7 @@ def _natural(stack: PackedWeight, expert: int, dtype: torch.dtype) -> Tensor:
 
 
 def natural(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] of no expert, its input features in natural order."""
+    """Return a single weight [N, K], with input features in their natural order."""
     whole = _whole(weight, dtype)
     if weight.order is None:
         return whole

@@ -284,36 +284,36 @@ def sample(
 
 
 def shift(logits: Tensor, maxima: Tensor, reciprocal: Tensor) -> Tensor:
-    """Return logits [R, K] less their rows' maxima [R], times the reciprocal temperatures [R]: float32."""
+    """Return logits [R, K] minus their rows' maxima [R], times the reciprocal temperatures [R], in float32."""
     # The maximum becomes exactly 0 whatever the temperature, so that a tiny one cannot overflow.
     return (logits.float() - maxima.unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
 
 
 def cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
-    """Drop tokens whose mass is below the `least`: min-p, as the most likely one has a mass of one."""
+    """Drop tokens whose mass is below `least` (min-p: the most likely token has a mass of one)."""
     if not least.any():
         return shifted
     return shifted.masked_fill((mass(shifted) if masses is None else masses) < least.unsqueeze(-1), -torch.inf)
 
 
 def _limit(top_p: Tensor, total: Tensor) -> Tensor:
-    """Return the mass at which a nucleus ends: `top_p` of `total`, rounded up to int64; never reached without a
-    top-p."""
+    """Return the mass at which a nucleus ends: `top_p` of `total`, rounded up to int64, or a number that is never
+    reached without top-p."""
     limit = (total.to(torch.float64) * top_p).ceil_().to(torch.int64).clamp_min_(1)
     return torch.where(top_p < 1, limit, 2**62)
 
 
 def _keep_nucleus(shifted: Tensor, running: Tensor, limit: Tensor) -> Tensor:
-    """Drop tokens before which the `running` mass of the falling row has reached the `limit` already."""
+    """Drop tokens of a falling row before which its `running` mass has already reached the `limit`."""
     return shifted.masked_fill(pad(running[:, :-1] >= limit.unsqueeze(-1), (1, 0), value=False), -torch.inf)
 
 
 def draw_of_all(shifted: Tensor, words: Tensor) -> Tensor:
-    """Gumbel-max over all tokens: `shifted` logits and noise `words` [R, V].
+    """Return the Gumbel-max draw over all tokens from `shifted` logits and noise `words` [R, V].
 
-    Torch's own logarithms, quicker but not the same everywhere, choose the few tokens that can win; both errors
-    together are far below the margin, as the best score is between -3 and 23. Where no logit is the row's maximum it
-    may be lower, and what wins here does not win among all tokens.
+    Torch's own logarithms, which are faster but differ between devices, select the few tokens that can win. Both errors
+    together are far below the margin, since the best score is between -3 and 23. On a rank without the row's maximum
+    the best score may be lower, but then its winner does not win among all tokens.
     """
     scores = uniform(words).neg_().log1p_().neg_().log_().neg_().add_(shifted)
     rows, ids = (scores >= scores.amax(dim=-1, keepdim=True) - 1e-3).nonzero(as_tuple=True)
@@ -327,8 +327,9 @@ def draw_of_all(shifted: Tensor, words: Tensor) -> Tensor:
 def draw_of_falling(
     shifted: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """Gumbel-max over candidates in falling order: shifted logits [R, K] of the tokens `ids` [R, K], of which the first
-    `top_k` [R] count, `top_p` [R] float64 of their mass, and no one whose mass is below the `least` [R]."""
+    """Return the Gumbel-max draw over candidates in falling order, with shifted logits [R, K] and tokens `ids` [R, K].
+    Only the first `top_k` [R] candidates, the nucleus of `top_p` [R] float64 of their mass, and those of at least the
+    mass `least` [R] are drawn."""
     places = torch.arange(ids.shape[-1], device=ids.device)
     shifted = shifted.masked_fill(places >= top_k.unsqueeze(-1), -torch.inf)
     masses = mass(shifted)
@@ -338,7 +339,7 @@ def draw_of_falling(
 
 
 def _draw(shifted: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Gumbel-max over candidates: shifted logits [R, K] of the tokens `ids` [R, K]."""
+    """Return the Gumbel-max draw over candidates with shifted logits [R, K] and tokens `ids` [R, K]."""
     scores = gumbel_noise_at(seeds, positions, ids).add_(shifted)
     best = scores == scores.amax(dim=-1, keepdim=True)
     return ids.masked_fill(~best, torch.iinfo(torch.int64).max).amin(dim=-1)
@@ -347,7 +348,8 @@ def _draw(shifted: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Ten
 def penalize(
     logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Logits [R, V] after the repetition penalty (CTRL, Keskar et al. 2019), then the two additive ones (OpenAI API).
+    """Return logits [R, V] after the repetition penalty (CTRL, Keskar et al. 2019) and the two additive penalties
+    (OpenAI API).
 
     `seen` [R, V] bool: tokens of prompt and answer, whose positive logits are divided, and negative ones multiplied,
     by `repetition` [R]. `counts` [R, V] int: occurrences in the answer; `presence` [R] is subtracted once if there is
@@ -371,8 +373,8 @@ def ban(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
 
 @op("grammar_mask:keep_only")
 def keep_only(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Make all tokens of `rows` [N] int64, all distinct, of `logits` [R, V] impossible, in place, but those whose bits
-    are set in `words` [N, ceil(V / 32)] int32, lowest bit first."""
+    """Make all tokens of `rows` [N] int64, all distinct, of `logits` [R, V] impossible, in place, except those whose
+    bits are set in `words` [N, ceil(V / 32)] int32, lowest bit first."""
     places = torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = (words.unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[-1]]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)

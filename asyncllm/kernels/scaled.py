@@ -1,4 +1,4 @@
-"""Products of numbers of 8 bits: activations are rounded as they come, weights were before."""
+"""8-bit products: weights are stored in 8 bits, and activations are rounded to 8 bits for each product."""
 
 from __future__ import annotations
 
@@ -27,61 +27,61 @@ __all__ = [
 ]
 
 GROUP = 128
-"""Input features with one scale, in weights of blocks; else one scale is for all of them."""
+"""Number of input features with one scale, in weights with groups; otherwise one scale applies to a whole row."""
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The types of 8 bits, and their largest numbers."""
+"""8-bit dtype -> its largest number."""
 
 
 class ScaledWeight(NamedTuple):
-    """A weight [N, K], or one for each of E experts: code * scale of its row, and of its group of input features."""
+    """A weight [N, K], or one for each of E experts: each number is its code times the scale of its row and group of
+    input features."""
 
     codes: Tensor
     """int8 or float8_e4m3fn [N, K] or [E, N, K]."""
     scales: Tensor
     """float32 [G, N] or [E, G, N]: one group, or one for each `GROUP` input features."""
     input_scale: Tensor | None
-    """float32 [1]: the activations' scale, where it does not follow from them."""
+    """float32 [1]: the activations' scale, or None if it is computed from them."""
 
     @property
     def rounding(self) -> Rounding:
-        """How rows are rounded for a product with it."""
+        """The rounding of rows for a product with the weight."""
         return Rounding(self.codes.dtype, self.scales.shape[-2] > 1, self.input_scale)
 
 
 class Rounding(NamedTuple):
-    """How rows become numbers of 8 bits: each row, or each group of it, is divided by its largest magnitude, so that
-    this becomes the largest number of the type; or all by a given scale."""
+    """How rows are rounded to 8 bits: each row, or each group of it, is scaled so that its largest magnitude becomes
+    the dtype's largest number, or all rows by a given scale."""
 
     dtype: torch.dtype
     """int8 or float8_e4m3fn."""
     grouped: bool = False
-    """Whether each `GROUP` features of a row have a scale of their own."""
+    """Whether each `GROUP` features of a row have their own scale."""
     scale: Tensor | None = None
-    """float32 [1]: of all rows, where it does not follow from them."""
+    """float32 [1]: the scale of all rows, or None if it is computed from them."""
 
     def groups(self, size: int) -> int:
-        """Return how many scales a row of so many features has."""
+        """Return the number of scales of a row of `size` features."""
         return -(-size // GROUP) if self.grouped else 1
 
 
 class RoundedRows(NamedTuple):
-    """Rows [T, K]: code * scale of the row, or of its group of features."""
+    """Rows [T, K]: each number is its code times the scale of its row or group of features."""
 
     codes: Tensor
     """int8 or float8_e4m3fn [T, K]."""
     scales: Tensor
     """float32 [T, G]."""
     dtype: torch.dtype
-    """The rows' type before, which is that of products with them."""
+    """The rows' dtype before rounding, and that of products with them."""
 
 
 @op("linear.scaled:linear_scaled")
 def linear_scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, with x rounded as the weight's `rounding` says. Products are summed in float32 and rounded
-    once.
+    """x weight^T + bias, with x rounded by the weight's `rounding`. Products are summed in float32 and rounded once.
 
-    x [..., K], bias [N] of its type -> [..., N], contiguous `out` if given. Raises ValueError if `out` has another
+    x [..., K], bias [N] of its dtype -> [..., N], contiguous `out` if given. Raises ValueError if `out` has another
     shape or dtype, or gaps.
     """
     check_out(x, weight.codes.shape[0], out)
@@ -94,9 +94,9 @@ def linear_scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *
 def linear_rounded(
     codes: Tensor, scales: Tensor, weight: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype
 ) -> Tensor:
-    """`linear_scaled` of rows that are rounded already.
+    """`linear_scaled` for rows that are already rounded.
 
-    codes [T, K] of the weight's type and scales float32 [T, G], contiguous, bias [N] of `dtype` -> [T, N] of it.
+    codes [T, K] of the weight's dtype and scales float32 [T, G], contiguous, bias [N] of `dtype` -> [T, N] in `dtype`.
     """
     return _product(codes, scales, weight, bias, dtype)
 
@@ -129,7 +129,7 @@ def _groups(rows: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:
 
 @op("rounded:round_rows")
 def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """x [T, K] -> its rows in 8 bits."""
+    """Round the rows of x [T, K] to 8 bits."""
     return _rounded(x, rounding)
 
 
@@ -140,7 +140,7 @@ def _rounded(x: Tensor, rounding: Rounding) -> RoundedRows:
         scale = rounding.scale
         if scale is None:
             scale = part.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
-        # A product is one operation where a division is many.
+        # A multiplication is cheaper than a division.
         code = (part * scale.reciprocal()).clamp(-largest, largest)
         codes.append((code.round() if rounding.dtype == torch.int8 else code).to(rounding.dtype))
         scales.append(scale.expand(len(x), 1))
@@ -149,7 +149,7 @@ def _rounded(x: Tensor, rounding: Rounding) -> RoundedRows:
 
 @op("linear.scaled_experts:scaled_experts")
 def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """`fused_experts` whose products are those of `linear_scaled`."""
+    """`fused_experts` with the products of `linear_scaled`."""
     outputs = x.new_zeros((*expert_ids.shape, x.shape[1]))
     for expert in sorted(set(expert_ids.flatten().tolist())):
         if expert >= 0:
@@ -161,8 +161,8 @@ def scaled_experts(x: Tensor, gate_up: ScaledWeight, down: ScaledWeight, weights
 
 
 def round_codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of a weight [N, K] float32 -> codes of `dtype` [N, K] and scales float32 [N, 1], or those given: code *
-    scale is the nearest there is, to even."""
+    """Round the rows of a weight [N, K] float32. Return codes of `dtype` [N, K], nearest with ties to even, and scales
+    float32 [N, 1], or the given `scale`."""
     largest = LARGEST[dtype]
     if scale is None:
         scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
@@ -171,8 +171,7 @@ def round_codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -
 
 
 def expand(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
-    """Return the weight, rounded once to `dtype`: codes have no more than eight bits that count, so they are exact in
-    it."""
+    """Return the weight, rounded once to `dtype`, which represents 8-bit codes exactly."""
     whole, scales = weight.codes.to(dtype), weight.scales.transpose(-1, -2)
     if scales.shape[-1] == 1:
         return whole.mul_(scales)

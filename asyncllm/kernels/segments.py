@@ -1,4 +1,4 @@
-"""Attention within segments of tokens, without a cache: the patches of an image, or of a window of it, see each other.
+"""Attention within segments of tokens, without a cache, such as the patches of an image or of a window of it.
 
 Exact softmax attention, computed in float32, over all keys of a query's segment.
 """

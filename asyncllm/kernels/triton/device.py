@@ -1,4 +1,4 @@
-"""Which GPU a launcher runs on, where that decides which kernel it takes."""
+"""Properties of the GPU that determine which kernels a launcher uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 __all__ = ["MEASURED", "is_hopper", "table_name"]
 
 MEASURED = "NVIDIA H200"
-"""The GPU that the tables of tile sizes were measured on."""
+"""The GPU on which the tables of tile sizes were measured."""
 
 _PROCESSORS = 132
 """Its multiprocessors."""
@@ -22,9 +22,9 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def table_name(device: torch.device) -> str:
-    """Return the name under which tables of tile sizes have the device; "" for a CPU.
+    """Return the device's key in tables of tile sizes; "" for a CPU.
 
-    An H100 SXM and a GH200 have the H200's chip with other memory, and take its tables.
+    An H100 SXM and a GH200 have the H200's chip with other memory, and use its tables.
     """
     if is_hopper(device) and torch.cuda.get_device_properties(device).multi_processor_count == _PROCESSORS:
         return MEASURED

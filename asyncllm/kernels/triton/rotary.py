@@ -290,8 +290,9 @@ def rope_fill_kv(
 def _rope_then_fill(
     qkv: Tensor, rotation: Rotation, cache: QuantizedKV, plan: Tensor, *, num_kv_heads: int, head_dim: int, **more: Any
 ) -> Tensor:
-    """The halves of a line are not those of its turned pairs, or a byte takes of a key and of a value, which are two
-    rows: they are written as they are, to blocks of one token, and from there to the cache."""
+    """Rotate queries and keys, write keys and values unquantized to blocks of one token, and quantize them from there.
+    For caches that a single kernel cannot fill: the halves of a line are not those of its rotated pairs, or a byte
+    holds a key's and a value's code, which come from different rows."""
     tokens = qkv.shape[0]
     both = PagedKV.over(qkv.new_empty(2, tokens, num_kv_heads, 1, head_dim))
     own = torch.arange(tokens, device=qkv.device)

@@ -1,9 +1,9 @@
-"""What attention kernels need to know of a step beside its tensors, found on the device once per step and window.
+"""Plans of attention: the division of a step's work among programs, computed on the device once per step and window.
 
-Decode: the keys of all rows and KV heads, in tiles, are one long list, and each block of a fixed grid takes an equal
-share of it. A row that spans blocks is split; its parts are merged by the block that finishes last. The idea is that of
-Stream-K (Osama et al., 2023) and Lean Attention (Sanovar et al., 2024). Which block does what follows from the lengths
-alone, so results are the same from run to run.
+Decode: the tiles of keys of all rows and KV heads form one long list, of which each block of a fixed grid processes an
+equal share. A row that spans blocks is split, and the block that finishes last merges its parts, as in Stream-K (Osama
+et al., 2023) and Lean Attention (Sanovar et al., 2024). The division depends only on the lengths, so results are
+reproducible.
 
 Prefill: one entry per tile of queries, those with the most keys first, so that no long one is left for the end.
 """
@@ -69,27 +69,28 @@ DECODE_CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (256, 4): DecodeConfig(16, 4, 3, 2, 16),
     (512, 4): DecodeConfig(16, 4, 2, 2, 16),
 }
-"""By padded head_dim (64 for less) and bytes per number. The scores of a few heads are little work for tensor cores, so
-that one warp does as well as four and never waits for others; four small blocks on a multiprocessor keep as much on the
-way as two large ones, and even their shares out.
+"""By padded head_dim (at least 64) and bytes per number. The scores of a few heads are little work for tensor cores, so
+one warp is as fast as four and never waits for others. Four small blocks on a multiprocessor keep as many bytes in
+flight as two large ones, and balance their shares.
 
-Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), behind a norm of 4 us: 256 rows of 640 tokens
-163 us instead of 176 with (64, 4, 4, 2, 4), 128 rows 88.8 instead of 95.9, 64 rows 45.7 instead of 51.6, 24 rows 24.7
-instead of 28.6; 32 rows, which go into the other's grid without a rest, 28.9 instead of 28.2. With two warps 166, 91.7
-and 47.3. Head_dim 64, 256 rows, 64 and 16: 85.2, 27.7 and 13.1 us instead of 93.7, 34.8 and 16.1 with (64, 4, 4, 3, 4);
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), after a norm of 4 us: 256 rows of 640 tokens 163
+us instead of 176 with (64, 4, 4, 2, 4), 128 rows 88.8 instead of 95.9, 64 rows 45.7 instead of 51.6, 24 rows 24.7
+instead of 28.6; 32 rows, which divide evenly among the other's grid, 28.9 instead of 28.2. With two warps 166, 91.7 and
+47.3. Head_dim 64, 256 rows, 64 and 16: 85.2, 27.7 and 13.1 us instead of 93.7, 34.8 and 16.1 with (64, 4, 4, 3, 4);
 head_dim 256, 16 heads over 8: 313, 87.9 and 29.2 instead of 317, 91.8 and 31.6 with (32, 4, 3, 3, 8). 32-bit numbers
 are not timed.
 
-Asking for a block's first tiles before the wait for the kernel ahead, so that they are in the L2 cache by then, gained
-0.3 us up to 4 rows and cost 1 to 3 us from 16 on, with blocks of four warps. These times are of queries as the first
-operand; keys take 0 to 1 % of a layer less, and other configurations are no better with them either."""
+Loading a block's first tiles into the L2 cache before the wait for the preceding kernel gained 0.3 us up to 4 rows and
+cost 1 to 3 us from 16 on, with blocks of four warps. These times are for queries as the first operand; with keys a
+layer takes 0 to 1 % less, and other configurations are no better either."""
 
 FEW_ROWS = 16
 
 FEW_ROWS_CONFIGS = {(128, 2): DecodeConfig(32, 1, 3, 5, 4)}
-"""For up to FEW_ROWS rows: more blocks, and shorter parts. As above, 1 row of 640 tokens, 2, 4, 8 and 16: 8.2, 8.1,
-8.7, 11.8 and 18.0 us; with one block of four warps per processor, (64, 4, 6, 1, 2), 9.6 to 9.8, 11.5, 16.6 and 20.1.
-Tiles of 16 keys, (16, 1, 4, 8, 4), are faster for one row of up to 640 tokens, by 0.6 us, and slower for 2,000."""
+"""For up to FEW_ROWS rows, with more blocks and shorter parts. Timed as above, 1 row of 640 tokens, 2, 4, 8 and 16
+take 8.2, 8.1, 8.7, 11.8 and 18.0 us; with one block of four warps per multiprocessor, (64, 4, 6, 1, 2), 9.6 to 9.8,
+11.5, 16.6 and 20.1. Tiles of 16 keys, (16, 1, 4, 8, 4), are faster by 0.6 us for one row of up to 640 tokens, and
+slower for 2,000."""
 
 
 QUANTIZED_DECODE_CONFIGS = {
@@ -98,13 +99,14 @@ QUANTIZED_DECODE_CONFIGS = {
     256: DecodeConfig(16, 2, 4, 4, 8),
     512: DecodeConfig(16, 8, 3, 3, 8),
 }
-"""By padded head_dim. As many blocks of one warp as registers last for: decoding keeps them busier than memory does.
+"""By padded head_dim. As many blocks of one warp as there are registers for, since decoding limits them more than
+memory does.
 
-Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), int8, 4 bits and e4m3, where bfloat16 takes 160,
-42.9, 247 and 243 us: 256 rows of 640 tokens 91.3, 62.3 and 91.1, 64 rows of 640 28.4, 19.7 and 27.6, 256 of 1,024 138,
-90.2 and 138, 32 of 8,192 136, 87.9 and 135. With half as many blocks, (32, 1, 4, 4, 8), 92.2, 78.1 and 91.3; 25.7, 20.4
-and 24.8; 151, 113 and 151; 150, 107 and 149. Of two warps, (64, 2, 3, 4, 4), 99.1, 88.4 and 97.7 at first. The other
-head sizes are not timed."""
+Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), for int8, 4 bits and e4m3: 256 rows of 640 tokens
+91.3, 62.3 and 91.1 us, 64 rows of 640 28.4, 19.7 and 27.6, 256 of 1,024 138, 90.2 and 138, 32 of 8,192 136, 87.9 and
+135; bfloat16 takes 160, 42.9, 247 and 243. Half as many blocks, (32, 1, 4, 4, 8), take 92.2, 78.1 and 91.3; 25.7, 20.4
+and 24.8; 151, 113 and 151; 150, 107 and 149. Two warps, (64, 2, 3, 4, 4), take 99.1, 88.4 and 97.7 for the first. The
+other head sizes are not timed."""
 
 
 class PrefillConfig(NamedTuple):
@@ -126,8 +128,8 @@ PREFILL_CONFIGS: dict[tuple[int, int], tuple[PrefillConfig, PrefillConfig]] = {
     (512, 2): (PrefillConfig(32, 32, 8, 2), PrefillConfig(32, 32, 8, 2)),
     (512, 4): (PrefillConfig(16, 16, 8, 2), PrefillConfig(16, 16, 8, 2)),
 }
-"""By padded head_dim (64 for less) and bytes per number: for long prompts, and for short ones. The first is that of
-batch-invariant plans. On sm_90 at head_dim 128: 230 registers and 115 KB.
+"""By padded head_dim (at least 64) and bytes per number: the configs for long and for short prompts. Batch-invariant
+plans use the first. On sm_90 at head_dim 128 it takes 230 registers and 115 KB.
 
 Timed at head_dim 128, 32 query heads over 8, on an H200 (Triton 3.6), in TFLOP/s for 4 prompts of 2,048, one of 8,192,
 8 of 256, and 512 tokens after 4,096: rows 64, 4 warps, 3 stages 398, 480, 125, 430; with 2 stages 341, 376, 144,

@@ -1,8 +1,8 @@
-"""Prefill attention: many queries per row, causal, history and own keys alike read from the cache's blocks.
+"""Prefill attention: many queries per row, causal, with all keys read from the cache's blocks.
 
-Tiles of keys start at multiples of the tile from position 0, whatever the chunk is, and a tile that a query does not
-see leaves its state untouched. So with one config a query's result depends on its row's tokens alone: not on the batch,
-not on how the prompt was cut into chunks. `plan_prefill_attention(invariant=True)` pins the config.
+Tiles of keys start at multiples of the tile from position 0, and a tile that a query does not attend to leaves its
+state unchanged. With a given config a query's result therefore depends only on its row's tokens, not on the batch or on
+the division of the prompt into chunks. `plan_prefill_attention(invariant=True)` fixes the config.
 
 """
 
@@ -186,7 +186,7 @@ def prefill_attention_kernel(
     table = block_tables + row.to(tl.int64) * table_stride
     kv_end = position + count
     end = tl.cdiv(tl.maximum(kv_end, 0), TILE)
-    # Tiles that every query sees whole: those up to the first query that begin in the last one's window.
+    # Tiles that every query attends to as a whole: those before the first query that begin in the last query's window.
     whole_begin = 0
     whole_end = tl.maximum(position + 1, 0) // TILE
     if HAS_WINDOW:

@@ -1,8 +1,8 @@
 """One step of attention over codes: `attend_tile` and `attend_keys` of `tile.py` for a quantized cache.
 
-Products are taken with codes, and sums with weights that the values' scales multiply; what the centre and the middles
-add is one number per key, and one per query and tile. Weights are scaled up by BOOST besides, which is taken back at
-the end: in float16, those of small values would be too small to be exact.
+Products are computed with codes, and sums with weights multiplied by the values' scales. The centre and the midpoints
+add one number per key, and one per query and tile. Weights are also scaled up by BOOST, which is divided out at the
+end, since in float16 the weights of small values would be too small to be exact.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def attend_quantized_tile(
 
 @triton.jit
 def load_query_pairs(lines, kept):
-    """Queries [P / 2, H] at `lines`, each at the first of two neighbouring numbers, as products with `pairs_of` take
-    them: the first ones, the second ones, and the sums [H] of both."""
+    """Load queries for products with `pairs_of`: the first and the second numbers of adjacent pairs [P / 2, H], and the
+    sums [H] of both. `lines` [P / 2, H] points to the first numbers."""
     first = tl.load(lines, mask=kept, other=0.0)
     second = tl.load(lines + 1, mask=kept, other=0.0)
     if not INTERPRET:
@@ -176,7 +176,7 @@ def load_query_pairs(lines, kept):
 
 @triton.jit
 def join_pairs(first, second):
-    """[P / 2, H] each -> [P, H], where they take turns."""
+    """Interleave first and second [P / 2, H] to [P, H]."""
     joined = tl.permute(tl.join(first, second), [0, 2, 1])
     return tl.reshape(joined, [2 * first.shape[0], first.shape[1]])
 
@@ -206,8 +206,8 @@ def attend_quantized_keys(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """As `attend_keys`, of words that have two neighbouring codes each: key_pointers [N, P / 2], value_pointers
-    [P / 2, N]. Queries and sums of values [P / 2, H] are in two, those of first and of second codes, q_sum [H]."""
+    """Attend as `attend_keys`, with words of two adjacent codes each: key_pointers [N, P / 2], value_pointers
+    [P / 2, N]. Queries and sums of values are split into those of first and of second codes [P / 2, H]. q_sum [H]."""
     HALF: tl.constexpr = first_acc.shape[0]
     pairs = tl.arange(0, HALF)
     there = key_positions < kv_end

@@ -1,7 +1,7 @@
-"""Attention within segments: prefill's sibling, whose keys and values lie beside the queries, and which hides nothing.
+"""Attention within segments: like prefill, but with keys and values next to the queries, and without a causal mask.
 
-A program has a tile of queries of one segment and one head. Where segments have one length, the tile follows from the
-program's number; else a table has it.
+A program has a tile of queries of one segment and one head. If all segments have the same length, the program's number
+determines the tile; otherwise a table does.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["SegmentConfig", "config_of", "segment_attention", "segment_attention
 
 
 class SegmentConfig(NamedTuple):
-    """How tiles are computed."""
+    """The sizes of a program."""
 
     rows: int
-    """Queries of a program, a divisor of those of a plan's tile."""
+    """Number of queries, a divisor of the number in a plan's tile."""
     tile: int
-    """Keys of a step."""
+    """Number of keys per step of the inner loop."""
     num_warps: int
     num_stages: int
 
 
 def config_of(rows: int, padded: int, itemsize: int) -> SegmentConfig:
-    """Return the config for tiles of so many queries, of heads of this padded size: the largest that compiles for sm_90
+    """Return the config for tiles of `rows` queries with heads of this padded size: the largest that compiles for sm_90
     with few spilled registers."""
     if itemsize == 4:
         return SegmentConfig(32, 16, 4, 2)
@@ -61,13 +61,13 @@ def _attend_keys_of_segment(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Tiles begin to end - 1 of the keys start to stop - 1."""
+    """Attend to tiles begin to end - 1 of keys start to stop - 1."""
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, acc.shape[1])
     last = tl.zeros([acc.shape[0]], tl.int32) + (stop - 1)
     for index in range(begin, end):
         keys = start + index * TILE + tokens
-        # Behind the last segment lies foreign memory: its last key is read again, and hidden.
+        # Beyond the last segment memory belongs to others, so its last key is read again and masked.
         lines = (tl.minimum(keys, stop - 1) if MASKED else keys).to(tl.int64)
         acc, weight_sum, maximum = attend_tile(
             query,
@@ -116,8 +116,8 @@ def segment_attention_kernel(
     EVEN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """q, k, v [T, H, D] with these strides, out [T, H, D]; `tiles` as in `Segments`, of `length` and `tiles_each` where
-    EVEN."""
+    """q, k, v [T, H, D] with the given strides, out [T, H, D]. `tiles`: as in `Segments`. EVEN: segments have `length`
+    tokens and `tiles_each` tiles instead."""
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     number, head = tl.program_id(0), tl.program_id(1)
@@ -129,7 +129,7 @@ def segment_attention_kernel(
         first = tl.load(tiles + number * 3)
         start = tl.load(tiles + number * 3 + 1)
         stop = tl.load(tiles + number * 3 + 2)
-    # A tile is divided where its queries are too many for a program.
+    # A tile with too many queries for a program is divided.
     first += tl.program_id(2) * ROWS
     if first >= stop:
         return
@@ -178,7 +178,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 class _Variant(NamedTuple):
     kernel: Configured
     parts: int
-    """Programs of a tile."""
+    """Return the number of programs of a tile."""
 
 
 @functools.cache

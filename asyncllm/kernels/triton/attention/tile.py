@@ -1,12 +1,12 @@
 """One step of attention: queries against one tile of keys and values (FlashAttention), in two forms.
 
 Prefill has many queries, and they are the first operand of both products (`attend_tile`). Decode has the few query
-heads that share a KV head. Its first operand are keys, then values (`attend_keys`), so that heads are the narrow side:
-8 columns for up to 8 heads, where 16 rows would be the fewest. That is half of the products, and half of the sums.
+heads that share a KV head. Its first operands are keys and values (`attend_keys`), so that heads are the narrow side: 8
+columns suffice for up to 8 heads, whereas 16 rows are the minimum. This halves the products and the sums.
 
 Scores are kept *raw*: q k^T, or tanh of it with a softcap, plus the ALiBi bias in the same units; `steepness` turns raw
-scores into exponents of 2. A running maximum starts at a finite floor, so that a tile which a query does not see at all
-leaves its state as it was, bit for bit.
+scores into exponents of 2. A running maximum starts at a finite floor, so that a fully masked tile leaves a query's
+state unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def weigh_tile(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """raw products [M, N] of queries and keys -> the weights [M, N], what earlier ones fade by [M], the new sum and
-    maximum [M]. Each product-and-sum is spelled out as one operation, so that a masked and an unmasked tile
-    round alike."""
+    """Return, for raw products [M, N] of queries and keys, the weights [M, N], the factor for earlier weights [M], and
+    the new sum and maximum [M]. Fused multiply-adds are explicit, so that masked and unmasked tiles round alike."""
     if SOFTCAP:
         # 1 - 2 / (e^2x + 1) is tanh(x); e^2x may overflow to infinity, which gives 1.
         raw = 1.0 - 2.0 / (tl.exp2(raw * (squeeze * (2.0 * LOG2_E))) + 1.0)
@@ -142,7 +141,7 @@ def attend_keys(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """`attend_tile` turned on its side, for the query at kv_end - 1 alone.
+    """Attend as `attend_tile`, transposed, for the query at kv_end - 1 only.
 
     q [P, H], key_pointers [N, P], value_pointers [P, N]; acc [P, H], weight_sum, maximum and slopes [H].
     """
@@ -186,7 +185,7 @@ def weigh_keys(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """`weigh_tile` turned on its side: raw and weights [N, H], fade, sum and maximum [H]."""
+    """Weight as `weigh_tile`, transposed: raw and weights [N, H], fade, sum and maximum [H]."""
     if SOFTCAP:
         raw = 1.0 - 2.0 / (tl.exp2(raw * (squeeze * (2.0 * LOG2_E))) + 1.0)
     there = key_positions < kv_end
@@ -204,8 +203,8 @@ def weigh_keys(
 
 @triton.jit
 def last_factor(weight_sum, exponent, sinks, heads, mask, SINKS: tl.constexpr):
-    """Return what sums of weighted values are multiplied by in the end, [M]: 1 / weight_sum, or 1 where there was no
-    key. exponent [M] is the maximum in exponents of 2; SINKS: the weight of heads' sink logits counts as well."""
+    """Return the final factors of sums of weighted values [M]: 1 / weight_sum, or 1 without keys. exponent [M]: the
+    maximum in exponents of 2. SINKS: the heads' sink logits are included in the sum."""
     fade = 1.0
     if SINKS:
         sink = tl.load(sinks + heads, mask=mask, other=0.0) * LOG2_E
