@@ -1,7 +1,7 @@
 """Compile kernels for sm_90 on a machine without a GPU, and say what came out.
 
-Kernels decorated under TRITON_INTERPRET=1 cannot be compiled, so the tests run this file as a process of its own:
-`python -m tests.kernels.offline MODULE` compiles `CASES` of the module tests.kernels.MODULE and prints a JSON list.
+Kernels decorated under TRITON_INTERPRET=1 cannot be compiled, so the tests run this file as a process of its own, one
+for all of them: it reads names of modules of tests.kernels, compiles their `CASES`, and answers each by a JSON list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,25 +105,47 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[3])
 
 
-@functools.cache
-def compiled(module: str) -> dict[str, Compiled]:
-    """The compiled `CASES` of tests.kernels.<module>, by name."""
+Compile = Callable[[str], dict[str, Compiled]]
+"""The name of a module of this folder -> its compiled `CASES`, by name."""
+
+
+@contextmanager
+def compiler() -> Iterator[Compile]:
+    """Start the process that compiles, and give the function that asks it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.offline", module],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return {entry["name"]: Compiled(**entry) for entry in json.loads(result.stdout.splitlines()[-1])}
+    command = [sys.executable, "-m", "tests.kernels.offline"]
+    root = Path(__file__).parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=root) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        @functools.cache
+        def compile_module(module: str) -> dict[str, Compiled]:
+            print(module, file=questions, flush=True)
+            answer = json.loads(answers.readline())
+            assert isinstance(answer, list), f"{module} does not compile:\n{answer}"
+            return {entry["name"]: Compiled(**entry) for entry in answer}
+
+        yield compile_module
+
+
+def _answer(module: str) -> str:
+    """Return a JSON list of what was compiled, or a string that tells what went wrong."""
+    try:
+        cases = importlib.import_module(f"tests.kernels.{module}").CASES
+        return json.dumps([dataclasses.asdict(compile_case(case)) for case in cases])
+    except Exception:
+        return json.dumps(traceback.format_exc())
 
 
 def main() -> None:
-    cases = importlib.import_module(f"tests.kernels.{sys.argv[1]}").CASES
-    print(json.dumps([dataclasses.asdict(compile_case(case)) for case in cases]))
+    """Answer each line, the name of a module, by a line."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what is printed as modules compile is no answer
+    for line in sys.stdin:
+        print(_answer(line.strip()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -314,13 +314,13 @@ def test_what_kernels_do_not_take_is_refused() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_configs_compile_for_hopper() -> None:
+def test_configs_compile_for_hopper(compile_kernels: offline.Compile) -> None:
     """Next to no spilled register; K and V pipelined as deep as the config says, which the block id that is loaded an
     iteration ahead decides; prompts on the wide matrix instructions; as many blocks per multiprocessor as the grid
     counts on."""
     from tests.kernels import compile_attention
 
-    results = offline.compiled("compile_attention")
+    results = compile_kernels("compile_attention")
     for case in compile_attention.CASES:
         result, shape = results[case.name], case.constexprs
         # ptxas keeps up to four registers in local memory, outside the loop, where that makes room for one more block.

@@ -93,8 +93,8 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["fill_kv_cache 128", "copy_blocks"])
-def test_compiled(name: str) -> None:
-    kernel = offline.compiled("compile_pointwise")[name]
+def test_compiled(name: str, compile_kernels: offline.Compile) -> None:
+    kernel = compile_kernels("compile_pointwise")[name]
     assert kernel.spilled_bytes == 0
     assert kernel.registers <= 64
 

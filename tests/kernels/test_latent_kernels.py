@@ -222,13 +222,13 @@ def test_what_kernels_do_not_take_is_refused() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_configs_compile_for_hopper() -> None:
+def test_configs_compile_for_hopper(compile_kernels: offline.Compile) -> None:
     """Few spilled registers (Triton 3.6 spills more than 3.7), lines pipelined as deep as the config says, and as many
     blocks per multiprocessor as
     the grid counts on."""
     from tests.kernels import compile_latent
 
-    results = offline.compiled("compile_latent")
+    results = compile_kernels("compile_latent")
     for case in compile_latent.CASES:
         result, shape = results[case.name], case.constexprs
         assert result.spilled_bytes <= 48, case.name

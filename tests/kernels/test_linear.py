@@ -188,8 +188,8 @@ def test_wide_tiles_only_where_they_occupy_the_device() -> None:
     assert sizes(torch.float32) == [32] * 7
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_linear").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_linear").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         if name.startswith("gemv"):

@@ -195,8 +195,8 @@ def test_the_model_finds_a_broken_protocol(broken: str, shares: bool) -> None:
     assert found
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    compiled = offline.compiled("compile_gated")
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    compiled = compile_kernels("compile_gated")
     assert len(compiled) == 13
     for name, case in compiled.items():
         # Products of codes spill scales and a bias, behind their sums.

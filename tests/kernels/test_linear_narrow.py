@@ -75,8 +75,8 @@ def test_every_configuration_fits_its_weight() -> None:
         assert n // config.rows <= NUM_COUNTERS
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_narrow").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_narrow").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         assert case.registers <= 128, name

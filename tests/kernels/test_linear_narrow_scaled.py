@@ -51,8 +51,8 @@ def product(rows: RoundedRows, weight: ScaledWeight, config: NarrowConfig, bias:
     return out
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_narrow_scaled").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_narrow_scaled").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         # Four products of 32 input features for each part, and each 64 rows of a warpgroup.

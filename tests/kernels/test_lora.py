@@ -138,8 +138,8 @@ def test_adapters_that_groups_have_no_room_for_go_to_small_tiles(monkeypatch: py
     assert taken == [(None, 300), (None, 65), (False, 235), (False, 300), (True, 65), (False, 235)]
 
 
-def test_compiled() -> None:
-    found = offline.compiled("compile_lora")
+def test_compiled(compile_kernels: offline.Compile) -> None:
+    found = compile_kernels("compile_lora")
     assert {name: case.spilled_bytes for name, case in found.items()} == dict.fromkeys(found, 0)
     tiles = [case for name, case in found.items() if "group" not in name]
     assert all(case.wgmma or case.mma for case in tiles), "tensor cores multiply"

@@ -315,8 +315,8 @@ def test_blocks_are_no_larger_than_the_experts_need() -> None:
     assert [moe.tokens_per_block(tokens * 8, 128) for tokens in (1, 64, 256, 4096)] == [16, 16, 32, 128]
 
 
-def test_kernels_compile_as_intended() -> None:
-    compiled = offline.compiled("compile_moe")
+def test_kernels_compile_as_intended(compile_kernels: offline.Compile) -> None:
+    compiled = compile_kernels("compile_moe")
     for case in compiled.values():
         assert case.spilled_bytes == 0, case
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, case

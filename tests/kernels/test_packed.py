@@ -264,8 +264,8 @@ def test_the_tile_follows_the_tokens() -> None:
     ]
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_packed").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_packed").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         if name.startswith("product"):

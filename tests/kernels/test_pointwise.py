@@ -270,8 +270,8 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled(name: str) -> None:
-    kernel = offline.compiled("compile_pointwise")[name]
+def test_compiled(name: str, compile_kernels: offline.Compile) -> None:
+    kernel = compile_kernels("compile_pointwise")[name]
     assert kernel.spilled_bytes == 0
     assert kernel.registers <= 128
     assert kernel.shared_bytes <= 16384

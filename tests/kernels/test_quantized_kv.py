@@ -342,10 +342,10 @@ def test_rope_fills_a_quantized_cache(
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile_for_hopper() -> None:
+def test_kernels_compile_for_hopper(compile_kernels: offline.Compile) -> None:
     """Next to no register is spilled, and prompts are on the wide matrix instructions, which take 64 queries: heads of
     512 features leave registers for 32."""
-    results = offline.compiled("compile_quantized_kv")
+    results = compile_kernels("compile_quantized_kv")
     for name, kernel in results.items():
         # As of the plain cache; heads of 256 in e4m3 are the one case that does not fit.
         assert kernel.spilled_bytes <= (72 if name.startswith("prefill-fp8-256") else 16), (name, kernel)

@@ -94,8 +94,8 @@ def test_memory_is_for_sums_that_are_faster_than_the_librarys() -> None:
 @pytest.mark.parametrize(
     "name", ["norm 4096", "norm 8192", "norm 16384", "norm 3584 of four", "sum 4096", "sum 4096 float32"]
 )
-def test_compiled(name: str) -> None:
-    kernel = offline.compiled("compile_rank_sum")[name]
+def test_compiled(name: str, compile_kernels: offline.Compile) -> None:
+    kernel = compile_kernels("compile_rank_sum")[name]
     assert kernel.spilled_bytes <= 16
     assert kernel.registers <= 128
 

@@ -271,12 +271,12 @@ def test_pieces_learn_what_tokens_do(delta: bool, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128", "space 128", "scan 16"])
-def test_kernels_compile_for_hopper(name: str) -> None:
-    assert offline.compiled("compile_pointwise")[name].spilled_bytes == 0
+def test_kernels_compile_for_hopper(name: str, compile_kernels: offline.Compile) -> None:
+    assert compile_kernels("compile_pointwise")[name].spilled_bytes == 0
 
 
-def test_pieces_compile_for_hopper() -> None:
-    for case in offline.compiled("compile_pieces").values():
+def test_pieces_compile_for_hopper(compile_kernels: offline.Compile) -> None:
+    for case in compile_kernels("compile_pieces").values():
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, case
         assert case.wgmma, case
         # Products of float32 are of three parts each, whose tiles are more than the registers hold.

@@ -45,8 +45,8 @@ def test_the_table_decides_by_shape_and_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_ring").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_ring").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         # Two for each run of 32 input features.

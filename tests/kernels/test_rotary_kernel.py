@@ -158,16 +158,16 @@ def test_infinite_values_keep_their_neighbours() -> None:
 
 
 @pytest.mark.parametrize("name", ["128", "128 normed", "128 partial", "128 interleaved", "256", "80 normed"])
-def test_compiled_rope(name: str) -> None:
-    kernel = offline.compiled("compile_pointwise")[f"rope {name}"]
+def test_compiled_rope(name: str, compile_kernels: offline.Compile) -> None:
+    kernel = compile_kernels("compile_pointwise")[f"rope {name}"]
     assert kernel.spilled_bytes == 0
     assert kernel.registers <= 64
     assert kernel.shared_bytes == 0
 
 
-def test_compiled_rotation_keeps_the_exact_sine() -> None:
+def test_compiled_rotation_keeps_the_exact_sine(compile_kernels: offline.Compile) -> None:
     """Angles go up to 1e6: the reduction by pi/2 of such angles needs a little local memory, an approximation none."""
-    kernel = offline.compiled("compile_pointwise")["rotation 128"]
+    kernel = compile_kernels("compile_pointwise")["rotation 128"]
     assert 0 < kernel.spilled_bytes <= 64
 
 

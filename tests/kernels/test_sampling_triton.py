@@ -120,8 +120,8 @@ def test_no_rows_is_no_work() -> None:
     assert tokens.shape == flags.shape == (0,)
 
 
-def test_kernels_compile_with_next_to_no_spills() -> None:
-    for case in offline.compiled("compile_sampling").values():
+def test_kernels_compile_with_next_to_no_spills(compile_kernels: offline.Compile) -> None:
+    for case in compile_kernels("compile_sampling").values():
         assert case.spilled_bytes <= 24, case  # Triton 3.7 spills none
         assert case.shared_bytes <= 32_768, case
 

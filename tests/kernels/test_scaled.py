@@ -197,8 +197,8 @@ def test_a_row_that_is_not_finite_is_alone(dtype: torch.dtype, bad: float) -> No
     assert torch.equal(y[[0, 2]], alone[[0, 2]])
 
 
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_scaled").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_scaled").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         if name.startswith("product"):

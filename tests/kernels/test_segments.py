@@ -106,11 +106,11 @@ def test_rotation_in_place(
     assert torch.equal(packed[:, 0::2], other[:, 0::2])
 
 
-def test_configs_compile_for_hopper() -> None:
+def test_configs_compile_for_hopper(compile_kernels: offline.Compile) -> None:
     """With hardly any spilled register, in the shared memory that there is, and on the tensor cores."""
     from tests.kernels import compile_segments
 
-    results = offline.compiled("compile_segments")
+    results = compile_kernels("compile_segments")
     for case in compile_segments.CASES:
         result = results[case.name]
         assert result.spilled_bytes <= (96 if "fp32" in case.name else 16), (case.name, result)

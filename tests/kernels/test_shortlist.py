@@ -107,8 +107,8 @@ def test_no_rows_is_no_work() -> None:
         assert drawn(ops, torch.zeros(0, 9), 2, settings, nothing, nothing)[:2] == ([], [])
 
 
-def test_kernels_compile_with_next_to_no_spills() -> None:
-    for case in offline.compiled("compile_shortlist").values():
+def test_kernels_compile_with_next_to_no_spills(compile_kernels: offline.Compile) -> None:
+    for case in compile_kernels("compile_shortlist").values():
         assert case.spilled_bytes <= 24, case
         assert case.shared_bytes <= 32_768, case
 

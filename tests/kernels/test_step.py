@@ -85,9 +85,9 @@ def test_record_tokens(record: object, num_rows: int) -> None:
     assert results.tolist() == [tokens.tolist(), flags.tolist()]
 
 
-def test_compiled() -> None:
+def test_compiled(compile_kernels: offline.Compile) -> None:
     for name in ("prepare_decode", "segments_finite 4096"):
-        assert offline.compiled("compile_pointwise")[name].spilled_bytes == 0
+        assert compile_kernels("compile_pointwise")[name].spilled_bytes == 0
 
 
 @pytest.mark.gpu

@@ -137,8 +137,8 @@ def test_shares_fill_the_device_and_no_more() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile_to_what_they_are_meant_to_be() -> None:
-    for name, case in offline.compiled("compile_wide").items():
+def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
+    for name, case in compile_kernels("compile_wide").items():
         assert case.spilled_bytes == 0, name
         assert case.shared_bytes <= offline.MAX_SHARED_BYTES, name
         # Two for each run of 32 input features, half of the tile, and consumer.
