@@ -40,7 +40,8 @@ from tqdm import tqdm
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.config import ServerConfig
-from asyncllm.server.run import bind, loaded_objects_set_aside, open_service, serve_until_stopped
+from asyncllm.server.http.listening import bind
+from asyncllm.server.run import loaded_objects_set_aside, open_service, serve_until_stopped
 from asyncllm.testing import FakeEngine
 
 PROMPT = "ping"

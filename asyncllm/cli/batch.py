@@ -46,7 +46,7 @@ def _batch(options: argparse.Namespace) -> int:
 
         from asyncllm.engine.async_engine import AsyncEngine
         from asyncllm.server.batch import answer_file
-        from asyncllm.server.run import fastest_loop
+        from asyncllm.server.http.listening import fastest_loop
 
         engine = AsyncEngine(options.model, engine_config, template)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:

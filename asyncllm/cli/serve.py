@@ -85,7 +85,8 @@ def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
     from asyncllm.engine.async_engine import AsyncEngine
-    from asyncllm.server.run import fastest_loop, run
+    from asyncllm.server.http.listening import fastest_loop
+    from asyncllm.server.run import run
 
     make_engine = partial(AsyncEngine, options.model or DEFAULT_MODEL, engine_config, template)
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:

@@ -7,6 +7,7 @@ Structs.
 from __future__ import annotations
 
 from asyncllm.config.chat_template import Capability, ChatTemplateConfig
+from asyncllm.config.distributor import DistributorConfig, RoutingStrategy
 from asyncllm.config.engine import SERVED_QUEUE, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from asyncllm.config.generation import (
     MAX_LOGIT_BIAS,
@@ -21,6 +22,7 @@ from asyncllm.config.generation import (
     Temperature,
     TopP,
 )
+from asyncllm.config.listen import ListenConfig
 from asyncllm.config.lite import LITE_TOOLS, LiteConfig
 from asyncllm.config.request import RequestKeywords, RequestOptions, Tools
 from asyncllm.config.server import DEFAULT_URL, ServerConfig
@@ -37,9 +39,11 @@ __all__ = [
     "Capability",
     "ChatTemplateConfig",
     "Choices",
+    "DistributorConfig",
     "EngineConfig",
     "FrequencyPenalty",
     "GenerationConfig",
+    "ListenConfig",
     "LiteConfig",
     "LogitBias",
     "MinP",
@@ -48,6 +52,7 @@ __all__ = [
     "RepetitionPenalty",
     "RequestKeywords",
     "RequestOptions",
+    "RoutingStrategy",
     "ServerConfig",
     "Temperature",
     "Tools",

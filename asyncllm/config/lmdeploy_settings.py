@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm.config.neutral import Neutral
 from asyncllm.errors import UnsupportedFeature, short
 
-__all__ = ["ANSWERS", "COMMANDS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
+__all__ = ["ANSWERS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
 
 
 _HANDED = "KV blocks are not transferred to other servers; leave it out."
@@ -106,10 +106,19 @@ COMMANDS: Mapping[str, Neutral] = {
         (),
         "Speculative decoding is not implemented.",
     ),
-    **_each("proxy_url", (), "There is no proxy to register with: give the server's address to your balancer."),
     **_each("enable_abort_handling", (False,), "Close the connection to abort an answer."),
 }
 """Options of `lmdeploy chat` and `lmdeploy serve api_server`."""
+
+
+DISTRIBUTORS: Mapping[str, Neutral] = {
+    **_each("serving_strategy", ("Hybrid",), f"Each node computes prompts and answers. {_HANDED}"),
+    **_each("dummy_prefill disable_gdr", (False,), _HANDED),
+    **_each("migration_protocol", ("RDMA",), _HANDED),
+    **_each("link_type", ("RoCE",), _HANDED),
+    **_each("disable_cache_status", (False, True), "Nodes are asked for their state, and no copy of it is cached."),
+}
+"""Options of `lmdeploy serve proxy`."""
 
 
 def without_neutral(table: Mapping[str, Neutral], fields: Mapping[str, Any]) -> dict[str, Any]:

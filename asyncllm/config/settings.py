@@ -19,7 +19,7 @@ from asyncllm.config.lmdeploy_settings import without_neutral
 from asyncllm.config.neutral import Neutral
 from asyncllm.errors import InvalidParameter
 
-__all__ = ["MAX_COUNT", "Settings", "checked", "choices"]
+__all__ = ["MAX_COUNT", "Settings", "check_address", "checked", "choices"]
 
 MAX_COUNT = 2**31 - 1
 
@@ -100,6 +100,15 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
     return tuple(choice for part in typing.get_args(annotation) for choice in choices(part))
+
+
+def check_address(address: str | None, name: str) -> None:
+    """Raise InvalidParameter if the setting `name` is no address of a server."""
+    if address is not None and not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", address):
+        raise InvalidParameter(
+            f"{name} holds {reprlib.repr(address)}, which is not the address of a server. Write it as http://host:port.",
+            name,
+        )
 
 
 Config = TypeVar("Config", bound=Settings)

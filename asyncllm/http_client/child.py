@@ -129,7 +129,8 @@ def main() -> None:
         output.write(msgspec.json.encode(report) + b"\n")
 
     from asyncllm.engine.async_engine import AsyncEngine
-    from asyncllm.server.run import fastest_loop, run
+    from asyncllm.server.http.listening import fastest_loop
+    from asyncllm.server.run import run
 
     try:
         make_engine = partial(AsyncEngine, settings.model_path, settings.engine, settings.template)

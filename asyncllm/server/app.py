@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, nullcontext
 
@@ -13,6 +11,7 @@ from aiohttp import web
 from asyncllm.server.http.access import KEY, Auth
 from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
+from asyncllm.server.http.request_id import HEADER, REQUEST_ID, give_id
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Route, Slashes
 from asyncllm.server.observe.access_log import log_request
@@ -23,13 +22,8 @@ from asyncllm.server.service import SERVICE, TABLE, Service, service_of
 
 __all__ = ["build_app"]
 
-REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-"""The client's X-Request-Id if it is valid, otherwise a new one; also a header of the response."""
-
 OTHER = "other"
 """Method and route, in the metrics, of requests that match no route: client text must not become a label."""
-
-GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
@@ -61,7 +55,7 @@ async def _measure(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    response.headers[HEADER] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
     if ignored := request.get(IGNORED):
         response.headers["X-Ignored-Fields"] = named_in_a_header(ignored)
@@ -107,8 +101,7 @@ async def _answer(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     """Check access, call the handler, turn every exception into an answer, and write the answer to the client."""
-    given = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+    give_id(request)
     try:
         service.access.check_place(request)
         response: web.StreamResponse | None = service.access.preflight(request)

@@ -19,7 +19,9 @@ import aiohttp
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.server.run import bind, listening, open_service
+from asyncllm.server.app import build_app
+from asyncllm.server.http.listening import bind, listening
+from asyncllm.server.run import open_service
 
 __all__ = ["ROUTES", "Count", "answer_file"]
 
@@ -72,7 +74,7 @@ async def answer_file(engine: AsyncEngine, source: TextIO, target: TextIO) -> Co
     count, lines = Count(), _Lines(source)
     with listener, _first_error():
         async with (
-            listening(service, listener, None),
+            listening(build_app(service), service.config, listener, None),
             service.supervisor,
             aiohttp.ClientSession(
                 url,

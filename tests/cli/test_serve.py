@@ -22,7 +22,8 @@ from asyncllm import cli, serve
 from asyncllm.cli import flags
 from asyncllm.config import EngineConfig, ServerConfig
 from asyncllm.http_client import child
-from asyncllm.server.run import fastest_loop, run
+from asyncllm.server.http.listening import fastest_loop
+from asyncllm.server.run import run
 from asyncllm.testing import FakeEngine
 from tests.processes import ROOT, ServerProcess, free_port
 

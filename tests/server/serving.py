@@ -13,7 +13,8 @@ import openai
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.server.run import bind, open_service, serve_until_stopped, tls_context
+from asyncllm.server.http.listening import bind, tls_context
+from asyncllm.server.run import open_service, serve_until_stopped
 from asyncllm.server.service import Service
 
 __all__ = ["Served", "serving"]

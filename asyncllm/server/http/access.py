@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
-from asyncllm.config import ServerConfig
+from asyncllm.config import ListenConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.server.http.errors import ApiError
 
@@ -70,7 +70,7 @@ def is_private_name(name: str) -> bool:
     return "." not in name or name.endswith(PRIVATE_ENDINGS)
 
 
-def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+def read_keys(config: ListenConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return all keys, from the config, its file and the environment. Raises InvalidParameter for a file without
     keys."""
     keys = [key.strip() for key in config.api_keys or ()]
@@ -80,7 +80,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
     return list(dict.fromkeys(keys))
 
 
-def read_admin_keys(config: ServerConfig) -> list[str]:
+def read_admin_keys(config: ListenConfig) -> list[str]:
     """Return the administrator keys. Raises InvalidParameter for a file without keys."""
     return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
 
@@ -113,7 +113,7 @@ def _name_in(host: str) -> str | None:
 class Access:
     """The access rules, applied once per request. Immutable."""
 
-    def __init__(self, config: ServerConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+    def __init__(self, config: ListenConfig, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         """Raise InvalidParameter if other machines, or any web page, could call without a key."""
         self._digests = [_digest(key) for key in keys]
         self._admin_digests = [_digest(key) for key in admin_keys]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
 
-from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.server.http.protocol import is_last
+
+if TYPE_CHECKING:
+    from asyncllm.engine.async_engine import AsyncEngine
 
 __all__ = [
     "CLIENT_LEFT",

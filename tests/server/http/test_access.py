@@ -18,8 +18,8 @@ from asyncllm import InvalidParameter
 from asyncllm.config import ServerConfig
 from asyncllm.server.app import build_app
 from asyncllm.server.http.access import Access, Auth, read_keys
+from asyncllm.server.http.listening import tls_context
 from asyncllm.server.routes import ROUTES
-from asyncllm.server.run import tls_context
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, head, post
 from tests.server.serving import serving

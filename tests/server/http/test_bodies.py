@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server import run
+from asyncllm.server.http import listening
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, head, post, until
 from tests.server.serving import serving
@@ -78,7 +78,7 @@ async def test_a_full_server_unpacks_nothing(unpackers: list[int]) -> None:
 async def test_a_refused_body_that_goes_on_is_not_listened_to(
     framing: dict[str, str | bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "LINGER_S", 0.2)
+    monkeypatch.setattr(listening, "LINGER_S", 0.2)
     async with serving(FakeEngine(), api_keys=["key"]) as served, connected(served) as wire:
         wire.send(head("POST", CHAT, {**JSON, **framing}))
         answer = await wire.answer()

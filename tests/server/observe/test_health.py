@@ -9,8 +9,10 @@ import aiohttp
 import pytest
 
 from asyncllm.config import EngineConfig, ServerConfig
+from asyncllm.server.app import build_app
+from asyncllm.server.http.listening import bind, listening
 from asyncllm.server.routes import ROUTES
-from asyncllm.server.run import bind, listening, open_service
+from asyncllm.server.run import open_service
 from asyncllm.testing import FakeEngine
 from tests.engine.waits import until
 from tests.server.serving import Served, serving
@@ -94,7 +96,11 @@ async def test_an_engine_that_its_program_has_started_is_served_at_once() -> Non
         service = open_service(engine, ServerConfig(server_port=0, generation_config="none"))
         listener = bind(service.config)
         url = "http://{}:{}".format(*listener.getsockname())
-        async with listening(service, listener, None), aiohttp.ClientSession() as http, http.get(url) as response:
+        async with (
+            listening(build_app(service), service.config, listener, None),
+            aiohttp.ClientSession() as http,
+            http.get(url) as response,
+        ):
             assert response.status == 200
 
 
@@ -104,7 +110,7 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
     service = open_service(engine, settings)
     listener = bind(service.config)
     url = "http://{}:{}".format(*listener.getsockname())
-    async with listening(service, listener, None), aiohttp.ClientSession() as http:
+    async with listening(build_app(service), service.config, listener, None), aiohttp.ClientSession() as http:
         forms = {route.path: route.errors for route in ROUTES}
         for method, path in [*((route.method, route.path) for route in ROUTES), ("GET", "/no/such/route")]:
             async with http.request(method, url + path, json={"messages": PING}) as response:
