@@ -2,7 +2,7 @@
 
 Every sample about text is here once; the documents repeat many. Later work has the rest:
 - images (`asyncllm.vl`): tests/vl/test_seeds.py has the vision-language samples;
-- the server: seed_server_samples.py has what is there of it; gradio and the proxy are not;
+- the server: seed_server_samples.py has what is there of it; gradio is not;
 - quantization: `model_format='awq'`, `quant_policy=8`, `lite`; LoRA: `adapters=`, `adapter_name=`;
 - tensor parallelism: `tp=2`; all but one of those samples run with `tp=1` in its place;
 - internals of another engine: its kernels, `patch`, `ModuleIOExtractor`; `convert` to its own weight format.

@@ -1,5 +1,6 @@
 """Programs and commands about serving, from the documents that asyncllm starts from. test_seed_server_samples.py runs
-them. Those with images, gradio, the proxy and quantized checkpoints are left to later work."""
+them. Those with images, gradio and quantized checkpoints are left to later work; tests/server/distributor has that of
+the proxy."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from asyncllm import (
     ServerConfig,
 )
 from asyncllm.cli import flags
+from asyncllm.config import DistributorConfig
 
-CONFIGS = [EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig]
+CONFIGS = [EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig, DistributorConfig]
 
 
 def parse(config: type, *arguments: str) -> object:

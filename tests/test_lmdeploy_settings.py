@@ -16,12 +16,14 @@ from asyncllm import (
     pipeline,
 )
 from asyncllm.cli.commands import main
-from asyncllm.config.lmdeploy_settings import ANSWERS, COMMANDS, ENGINES, PIPELINES, TEMPLATES
+from asyncllm.config import DistributorConfig
+from asyncllm.config.lmdeploy_settings import ANSWERS, COMMANDS, DISTRIBUTORS, ENGINES, PIPELINES, TEMPLATES
 
 CONFIGS: list[tuple[type[Any], Any]] = [
     (EngineConfig, ENGINES),
     (GenerationConfig, ANSWERS),
     (ChatTemplateConfig, TEMPLATES),
+    (DistributorConfig, DISTRIBUTORS),
 ]
 
 
@@ -96,12 +98,12 @@ def test_a_pipeline_of_lmdeploys() -> None:
     ("command", "says"),
     [
         ("serve tiny-chat --eager-mode", "leave it out"),
-        ("serve api_server tiny-chat --proxy-url http://here", "your balancer"),
         ("serve tiny-chat --dp 2", "one replica"),
         ("chat tiny-chat --speculative-algorithm eagle", "Speculative decoding"),
         ("lite auto_awq nothing-there --trust-remote-code", "nothing-there"),
         ("serve gradio tiny-chat --server-port 6006", "a page to chat"),
-        ("serve proxy --server-port 8000 --strategy random", "balancer"),
+        ("serve proxy --serving-strategy DistServe", "not transferred to other servers"),
+        ("serve proxy --migration-protocol NVLINK", "not transferred to other servers"),
         ("convert internlm2 folder", "is not needed"),
     ],
 )

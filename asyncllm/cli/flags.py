@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
-from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, ServerConfig
+from asyncllm.config import ChatTemplateConfig, DistributorConfig, EngineConfig, GenerationConfig, ServerConfig
 from asyncllm.config.lmdeploy_settings import COMMANDS, without_neutral
+from asyncllm.config.neutral import Neutral
 from asyncllm.errors import InvalidParameter
 
 __all__ = [
@@ -47,13 +48,14 @@ ALIASES = {
     "capability": ["--cap"],
     "meta_instruction": ["--meta-instruct"],
     "disable_docs": ["--disable-fastapi-docs"],
+    "routing_strategy": ["--strategy"],
 }
 """Field -> LMDeploy's names for its option."""
 
 ALONE = {"adapters": "default"}
 """Field of pairs -> name of a single value that is given without one, as in LMDeploy."""
 
-Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig)
+Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig, DistributorConfig)
 
 
 class Parser(argparse.ArgumentParser):
@@ -230,13 +232,15 @@ def add_model_settings(
     add_neutral(parser, COMMANDS)
 
 
-def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+def add_neutral(
+    parser: argparse.ArgumentParser, names: Collection[str], table: Mapping[str, Neutral] = COMMANDS
+) -> None:
     """Add LMDeploy's options of these names, which are not implemented, to `parser`, but hide them from its help.
 
     Neutral values are accepted; `check_neutral` refuses other values.
     """
     for name in names:
-        values = COMMANDS[name].values or ()
+        values = table[name].values or ()
         is_flag = bool(values) and all(isinstance(value, bool) for value in values)
         kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"type": _json_or_text, "metavar": "VALUE"}
         parser.add_argument(
@@ -244,10 +248,10 @@ def add_neutral(parser: argparse.ArgumentParser, names: Collection[str]) -> None
         )
 
 
-def check_neutral(namespace: argparse.Namespace) -> None:
+def check_neutral(namespace: argparse.Namespace, table: Mapping[str, Neutral] = COMMANDS) -> None:
     """Raise UnsupportedFeature for an LMDeploy option that asks for something not implemented."""
     given = vars(namespace)
-    without_neutral(COMMANDS, {name: given[f"neutral_{name}"] for name in COMMANDS if f"neutral_{name}" in given})
+    without_neutral(table, {name: given[f"neutral_{name}"] for name in table if f"neutral_{name}" in given})
 
 
 def load_template(options: argparse.Namespace) -> ChatTemplateConfig:

@@ -1,5 +1,5 @@
-"""`asyncllm serve`: a server in the foreground, or a conversation with one. Dependencies are imported when a command
-runs."""
+"""`asyncllm serve`: a server or a distributor in the foreground, or a conversation with one. Dependencies are imported
+when a command runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Any
 from asyncllm.cli import flags
 from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
 from asyncllm.cli.terminal import CHAT_HELP, converse
-from asyncllm.config import DEFAULT_URL, SERVED_QUEUE, EngineConfig, ServerConfig
+from asyncllm.config import DEFAULT_URL, SERVED_QUEUE, DistributorConfig, EngineConfig, ServerConfig
+from asyncllm.config.lmdeploy_settings import DISTRIBUTORS
 from asyncllm.errors import UnsupportedFeature
 
 __all__ = ["add", "spelled_out"]
 
-SERVER, CLIENT = "api_server", "api_client"
-REFUSED = {
-    "gradio": "There is no gradio here: `asyncllm serve MODEL` has a page to chat with the model at /.",
-    "proxy": "There is no proxy here: put any balancer in front; a server's /health/ready is for it.",
-}
+SERVER, CLIENT, DISTRIBUTOR = "api_server", "api_client", "proxy"
+REFUSED = {"gradio": "There is no gradio here: `asyncllm serve MODEL` has a page to chat with the model at /."}
 """Other commands of LMDeploy -> what to do instead."""
-WORDS = (SERVER, CLIENT, *REFUSED, "-h", "--help")
+WORDS = (SERVER, CLIENT, DISTRIBUTOR, *REFUSED, "-h", "--help")
 """Words that may follow `serve`; any other word belongs to its api_server."""
 
 
@@ -54,6 +52,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     group = server.add_argument_group("server", "An option with a list takes all following words.")
     flags.add(group, ServerConfig, several=True)
     add_model_settings(server, SERVED_QUEUE, several=True)
+
+    about = "Distribute requests over several servers, as LMDeploy's proxy does. It loads no model."
+    distributor = kinds.add_parser(DISTRIBUTOR, help=about, description=about)
+    distributor.set_defaults(run=_distribute, parser=distributor)
+    flags.add(distributor.add_argument_group("distributor"), DistributorConfig, several=True)
+    flags.add_neutral(distributor, DISTRIBUTORS, DISTRIBUTORS)
 
     for name, instead in REFUSED.items():
         refused = kinds.add_parser(name)
@@ -91,6 +95,21 @@ def _serve(options: argparse.Namespace) -> int:
     make_engine = partial(AsyncEngine, options.model or DEFAULT_MODEL, engine_config, template)
     with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         runner.run(run(make_engine, config))
+    return 0
+
+
+def _distribute(options: argparse.Namespace) -> int:
+    """Distribute requests until a signal ends the distributor."""
+    flags.check_neutral(options, DISTRIBUTORS)
+    config = flags.load(options, DistributorConfig)
+
+    import asyncio
+
+    from asyncllm.server.distributor.run import run
+    from asyncllm.server.http.listening import fastest_loop
+
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        runner.run(run(config))
     return 0
 
 

@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import ModelError
 from asyncllm.server.app import build_app
+from asyncllm.server.distributor.registration import Registration
 from asyncllm.server.http.acceptor import raise_limit
 from asyncllm.server.http.access import Access, read_admin_keys, read_keys
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
@@ -107,6 +108,9 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
     await asyncio.to_thread(raise_limit, service.config.max_connections)
     listener = bind(service.config)
     address = address_of(service.config, listener)
+    registration = None
+    if service.config.proxy_url is not None:
+        registration = await asyncio.to_thread(Registration, service.config, address)
     task = asyncio.current_task()
     assert task is not None
     loading = True
@@ -126,6 +130,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
             async with (
                 listening(build_app(service), service.config, listener, tls) as stop_accepting,
                 service.supervisor,
+                _registered(service, registration),
             ):
                 loading = False
                 with loaded_objects_set_aside(service.supervisor):
@@ -134,6 +139,13 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
         except asyncio.CancelledError:
             if not loading or task.uncancel():
                 raise
+
+
+def _registered(service: Service, registration: Registration | None) -> AbstractAsyncContextManager[None]:
+    """Return a context in which the server is registered with its distributor, until it is asked to stop."""
+    if registration is None:
+        return nullcontext()
+    return registration.kept([service.engine.model_name, *service.engine.adapters], service.stop)
 
 
 @contextmanager

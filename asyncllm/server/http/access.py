@@ -16,7 +16,7 @@ from asyncllm.config import ListenConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_keys"]
+__all__ = ["KEY", "Access", "Auth", "is_loopback", "read_admin_keys", "read_key", "read_keys"]
 
 KEY = web.RequestKey("KEY", int)
 """Index of the server's key that the request carries; -1 if it needs none. Set by the entry point."""
@@ -83,6 +83,16 @@ def read_keys(config: ListenConfig, environment: Mapping[str, str] = os.environ)
 def read_admin_keys(config: ListenConfig) -> list[str]:
     """Return the administrator keys. Raises InvalidParameter for a file without keys."""
     return [] if config.admin_key_file is None else _keys_in(config.admin_key_file, "admin_key_file")
+
+
+def read_key(path: str | None, field: str) -> str | None:
+    """Return the only key of a file; None without a file. Raises InvalidParameter."""
+    if path is None:
+        return None
+    keys = _keys_in(path, field)
+    if len(keys) > 1:
+        raise InvalidParameter(f"The key file {path!r} holds {len(keys)} keys. Leave the one to send.", field)
+    return keys[0]
 
 
 def _keys_in(path: str, field: str) -> list[str]:

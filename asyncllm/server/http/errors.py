@@ -231,7 +231,8 @@ ELSEWHERE = {
     "v1/vector_stores": "Nothing is searched here. /v1/embeddings makes vectors for a store of your own.",
     "v1/responses/compact": "Responses are not made shorter. Send the input that shall be kept.",
     "v1/realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
-    "nodes": "This is no proxy. Give the servers' addresses to a balancer of your own; /health/ready is for it.",
+    "nodes": "This is one server. Nodes belong to a distributor (`asyncllm serve proxy`), with which servers register "
+    "by --proxy-url.",
     "abort_request": "Close the connection to abort an answer.",
     "update_weights": "Weights are replaced by the program that owns the engine, with update_weights().",
     "distserve": "KV blocks are not handed to other servers.",

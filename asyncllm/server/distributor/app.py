@@ -1,0 +1,124 @@
+"""The distributor's aiohttp application: its own routes, and one that passes everything else to the nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+
+from aiohttp import web
+
+from asyncllm.server.distributor import node_routes, own_routes
+from asyncllm.server.distributor.distributor import DISTRIBUTOR, Distributor, distributor_of
+from asyncllm.server.distributor.forwarding import error_format
+from asyncllm.server.http.access import KEY
+from asyncllm.server.http.errors import ApiError, as_api_error
+from asyncllm.server.http.protocol import working
+from asyncllm.server.http.request_id import HEADER, REQUEST_ID, give_id
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
+from asyncllm.server.observe.access_log import log_request
+
+__all__ = ["build_app"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+PAGE = "/"
+"""A node's page, which shows nothing without a key."""
+OWNERS = "/nodes/"
+FORWARDED = "/{path:.*}"
+
+
+def build_app(distributor: Distributor) -> web.Application:
+    """Return the application of a distributor, which runs as long as the application does."""
+    app = web.Application(middlewares=[_entrance])
+    app[DISTRIBUTOR] = distributor
+    routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/v1/models", own_routes.models),
+        ("GET", "/health", own_routes.health),
+        ("GET", "/health/live", own_routes.health),
+        ("GET", "/health/ready", own_routes.ready),
+        ("*", "/ping", own_routes.health),
+        ("GET", "/load", own_routes.load),
+        ("GET", "/metrics", own_routes.no_metrics if distributor.config.disable_metrics else own_routes.metrics),
+        ("GET", "/nodes/status", node_routes.node_status),
+        ("POST", "/nodes/add", node_routes.add_node),
+        ("POST", "/nodes/remove", node_routes.remove_node),
+        ("POST", "/nodes/terminate", node_routes.terminate_node),
+        ("GET", "/nodes/terminate_all", node_routes.terminate_all),
+        ("*", FORWARDED, _forward),
+    ]
+    for method, path, handler in routes:
+        app.router.add_route(method, path, handler, expect_handler=_expect_nothing)
+    app.on_response_prepare.append(_add_headers)
+    app.cleanup_ctx.append(_run)
+    return app
+
+
+async def _run(app: web.Application) -> AsyncIterator[None]:
+    async with app[DISTRIBUTOR].running():
+        yield
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[HEADER] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    distributor_of(request).access.grant(request, response)
+
+
+async def _expect_nothing(request: web.Request) -> None:
+    """Leave `Expect: 100-continue` to `read_body`."""
+
+
+async def _forward(request: web.Request) -> web.StreamResponse:
+    """Pass a request of any other route to a node."""
+    if f"{request.path}/".startswith(OWNERS):
+        raise ApiError(
+            404,
+            "There is no such route. Nodes are listed by GET /nodes/status, and changed by POST /nodes/add, "
+            "/nodes/remove and /nodes/terminate.",
+            code="unknown_route",
+        )
+    distributor = distributor_of(request)
+    with ExitStack() as in_work:
+        in_work.enter_context(distributor.work())
+        in_work.enter_context(working(request))
+        response = await distributor.forwarding.forward(request)
+        # The request counts as work until its answer is written, because a draining distributor waits for that.
+        await send(request, response, distributor.config.write_timeout)
+        return response
+
+
+@web.middleware
+async def _entrance(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Check access, answer, turn every exception into an answer, and write a line in the access log."""
+    began = time.monotonic()
+    distributor = distributor_of(request)
+    give_id(request)
+    status = CLIENT_LEFT
+    try:
+        try:
+            response = await _answer(request, distributor, handler)
+        except Exception as error:
+            response = as_api_error(error).response(error_format(request.path))
+        if not response.prepared:
+            await send(request, response, distributor.config.write_timeout)
+        status = request.get(OUTCOME, response.status)
+        return response
+    finally:
+        seconds = time.monotonic() - began
+        log_request(request.method, request.path, status, seconds, request[REQUEST_ID], request.get(KEY, -1))
+
+
+async def _answer(request: web.Request, distributor: Distributor, handler: Handler) -> web.StreamResponse:
+    access = distributor.access
+    access.check_place(request)
+    response = access.preflight(request)
+    if response is not None:
+        return response
+    request[KEY] = -1
+    if request.path.startswith(OWNERS) and access.has_admin:
+        access.check_admin(request)
+    elif request.path not in PUBLIC and not (request.path == PAGE and request.method in ("GET", "HEAD")):
+        request[KEY] = access.key_of(request)
+    return await handler(request)
