@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from asyncllm.text.sentence_transformers import pooling_folder
 
 __all__ = ["MAX_SHARD_BYTES", "check_free", "copy_companions", "output_folder", "write_shards"]
 
@@ -71,11 +72,15 @@ def _take_place(partial: Path, destination: Path) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy configuration, tokenizer and template files, but no code."""
+    """Copy configuration, tokenizer and template files, and an embedding model's settings of pooling, but no code."""
     for pattern in COPIED:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
+    pooling = pooling_folder(source)
+    if pooling and (source / pooling / "config.json").is_file():
+        (folder / pooling).mkdir(exist_ok=True)
+        shutil.copyfile(source / pooling / "config.json", folder / pooling / "config.json")
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

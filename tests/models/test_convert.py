@@ -85,6 +85,11 @@ def test_one_file(tmp_path: Path) -> None:
     source = bin_folder(tmp_path / "model", state)
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", "LICENSE", "README.md"):
         (source / name).write_text(name)
+    pooling = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    (source / "modules.json").write_text(json.dumps([pooling]))
+    for name in ("1_Pooling", "onnx"):
+        (source / name).mkdir()
+        (source / name / "config.json").write_text(name)
     for name in ("modeling_llama.py", "optimizer.pt", "training_args.bin", "old.bin.index.json", "tf_model.h5"):
         (source / name).write_text(name)
     before = sorted(os.listdir("/proc/self/fd"))
@@ -97,7 +102,9 @@ def test_one_file(tmp_path: Path) -> None:
     assert report.dropped == ()
     assert_same(read(report.destination), state)
     copied = {"tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", "LICENSE", "README.md"}
+    copied |= {"modules.json", "1_Pooling"}
     assert {path.name for path in report.destination.iterdir()} == {"config.json", "model.safetensors", *copied}
+    assert (report.destination / "1_Pooling" / "config.json").read_text() == "1_Pooling"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model-safetensors"]
 
 
