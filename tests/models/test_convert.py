@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
 from asyncllm.models.checkpoint import Checkpoint
@@ -131,6 +132,7 @@ def test_transformers_reads_what_was_converted(tmp_path: Path) -> None:
     source = bin_folder(tmp_path / "model", model.state_dict(), config=model.config.to_dict())
     report = convert(source, max_shard_bytes=5_000)
     assert report.dropped == ("lm_head.weight",)
+    disable_progress_bar()  # its monitor thread outlives the test
     again = LlamaForCausalLM.from_pretrained(report.destination, dtype=torch.bfloat16)
     ids = torch.arange(8)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
