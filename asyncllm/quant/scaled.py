@@ -219,7 +219,8 @@ def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, blo
         layout,
         scale_shape=shape if layout == "tensor" else (1,),
         input_shape=input_shape if input_shape == () else (1,),
-        columns=len(shape) == 2,
+        # One tensor may hold all experts.
+        columns=len(shape) == (len(tensors["weight"].shape) if "weight" in tensors else 2),
         of_inputs=of_inputs,
     )
 

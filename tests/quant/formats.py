@@ -294,7 +294,9 @@ def eight(kind: str, layout: str, *, static: bool = False) -> Eight:
 
 def is_projection(name: str) -> bool:
     """Whether a tensor of a checkpoint is a weight that is quantized."""
-    return name.endswith("proj.weight") or (".layers." in name and name.endswith(("wqkv.weight", "wo.weight")))
+    return name.endswith("proj.weight") or (
+        ".layers." in name and name.endswith(("wqkv.weight", "wo.weight", "put_linear.weight"))
+    )
 
 
 def write(source: Path, folder: Path, fmt: Format | Eight, quantized: Callable[[str], bool] = is_projection) -> Path:
@@ -311,10 +313,15 @@ def write(source: Path, folder: Path, fmt: Format | Eight, quantized: Callable[[
         module = name.removesuffix(".weight")
         # Projections of one input share their groups, as their Hessians do.
         seed = sum(map(ord, module.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")))
-        stored = fmt.quantize(tensor.double().numpy(), seed)
+        # All experts may be in one tensor.
+        each_stored = [fmt.quantize(one.double().numpy(), seed) for one in tensor.view(-1, *tensor.shape[-2:])]
+        decoded = [torch.from_numpy(fmt.decode(fmt, stored)) for stored in each_stored]  # type: ignore[arg-type]
+        stored = {key: np.stack([one[key] for one in each_stored]) for key in each_stored[0]}
+        if tensor.ndim == 2:
+            stored = each_stored[0]
         if f"{module}.bias" in load_file(source / "model.safetensors"):
             stored.pop("bias", None)
-        plain[name] = torch.from_numpy(fmt.decode(fmt, stored)).float().contiguous()  # type: ignore[arg-type]
+        plain[name] = torch.stack(decoded).view_as(tensor).float().contiguous()
         for key, each in stored.items():
             tensor = torch.from_numpy(np.array(each, order="C"))
             tensors[f"{module}.{key}"] = tensor.view(torch.float8_e4m3fn) if each.dtype == np.uint8 else tensor

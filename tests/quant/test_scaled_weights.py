@@ -63,7 +63,7 @@ class RoundedInputs(Unquantized):
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv
 
     def __init__(self, layer: Any) -> None:
-        self.integers, self.grouped = layer.codes.dtype == torch.int8, layer.scales.shape[0] > 1
+        self.integers, self.grouped = layer.codes.dtype == torch.int8, layer.scales.shape[-2] > 1
         self.scale = None if layer.input_scale is None else float(layer.input_scale)
 
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -127,6 +127,9 @@ def test_a_model_is_the_one_that_numpy_reads(name: str, dense: Path, tmp_path: P
         ("internlm2", "fp8-block"),
         ("phi3", "fp8-block"),
         ("deepseek_v3", "fp8-block"),
+        # One tensor holds all experts, and one their scales.
+        ("granite_moe", "compressed-fp8-channel"),
+        ("granite_moe", "smooth-int8"),
     ],
 )
 def test_fused_tensors_grouped_heads_and_experts(family: str, name: str, tmp_path: Path) -> None:
