@@ -119,7 +119,7 @@ class _Quantizer:
         # In memory a tied model has a head too, and within a larger model's file the head has a longer name.
         heads = dict.fromkeys([head, *(name for name in self._entries if name.endswith(head))])
         self.plain += [name.removesuffix(".weight") for name in heads]
-        self.plain += tower_modules(walk)
+        self.plain += walk.modules_beside_layers + tower_modules(walk)
 
     def run(self, kept: Unfinished, progress: Progress | None) -> None:
         """Quantize the layers that are not finished yet."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncllm.layers.alternating_updates import AltUp
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.block import AnyBlock, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
 from asyncllm.layers.delta_net import GatedDeltaNet
@@ -25,7 +26,7 @@ from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.normed_experts import NormedMoE, NormedRouter
 from asyncllm.layers.plain_moe import PlainMoE
-from asyncllm.layers.shared_keys import NormedValueAttention
+from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
 from asyncllm.layers.short_convolution import ShortConvolution, StateLayer
 
 __all__ = ["AnyNorm", "Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
@@ -134,8 +135,8 @@ def _divide_norm(norm: AnyNorm, scales: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def plain_layers(block: AnyBlock) -> list[Weighted]:
-    """Return the layers with a weight that stay unquantized: those that select and weight experts, and those that a
-    layer with a state declares."""
+    """Return the layers with a weight that stay unquantized: those that select and weight experts or mix streams, and
+    those that a layer with a state declares."""
     found: list[Weighted] = []
     for module in block.modules():
         if isinstance(module, MoE):
@@ -144,6 +145,8 @@ def plain_layers(block: AnyBlock) -> list[Weighted]:
                 found.append(module.shared_gate)
         elif isinstance(module, StateLayer):
             found += [_projection(module, name) for name in module.unquantized]
+        elif isinstance(module, AltUp):
+            found += [module.router, module.prediction, module.correction]
     return found
 
 
@@ -232,7 +235,7 @@ def _within_attention(attention: nn.Module) -> Iterator[Group]:
             yield Group(attention.q_norm, (Matrix(attention.q),))
         heads = torch.arange(attention.kv.out_features).view(attention.num_heads, -1)
         yield Group(Rows(Matrix(attention.kv), heads[:, attention.nope_dim :].flatten()), (Matrix(attention.out),))
-    elif isinstance(attention, NormedValueAttention):
+    elif isinstance(attention, NormedValueAttention | BorrowingAttention):
         return
     elif isinstance(attention, Attention) and attention.qkv_clip is None:
         values = attention.qkv.rows["v"]

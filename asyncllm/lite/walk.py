@@ -18,6 +18,7 @@ from asyncllm.layers.axis_positions import AXIS_COLUMNS
 from asyncllm.layers.block import AnyAttention, AnyBlock
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.layer_inputs import GatedLayerInput
+from asyncllm.layers.linear import Linear
 from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import StepInputs
@@ -54,16 +55,11 @@ class Comparison(NamedTuple):
 
 
 class Walk:
-    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `weights.plan_load` do,
-    and UnsupportedModel for a model whose layers read the output of earlier layers or other parts of the model."""
+    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `weights.plan_load`
+    do."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.model, self.checkpoint = open_unfilled(folder)
-        if any(isinstance(module, BorrowingAttention | GatedLayerInput) for module in self.model.modules()):
-            raise UnsupportedModel(
-                f"{folder}: layers read others' keys and values, or embeddings of their own, so they cannot run one at "
-                f"a time. Use the model as it is."
-            )
         self.dtype, self.device = dtype, device
         # Chunks of attention begin with a block.
         self._block_size = math.gcd(_BLOCK_SIZE, *(each for each in self.model.config.chunks if each is not None))
@@ -81,9 +77,24 @@ class Walk:
         """Return the names of the checkpoint's tensors that fill a layer."""
         return self._names[f"layers.{layer}"]
 
+    @property
+    def modules_beside_layers(self) -> list[str]:
+        """The checkpoint's modules whose products are outside the layers, besides the output embedding and towers."""
+        parts = [names for part, names in self._names.items() if not part.startswith(("layers.", "head", "vision"))]
+        linear = [name for names in parts for name in names if isinstance(self.plan.owner(name), Linear)]
+        return [name.removesuffix(".weight") for name in linear if name.endswith(".weight")]
+
     @torch.no_grad()
     def begin(self, sequences: Sequence[Sequence[int]], tokens: int) -> list[Batch]:
-        """Return the sequences in batches of about `tokens` tokens, before the first layer."""
+        """Return the sequences in batches of about `tokens` tokens, before the first layer. Raises UnsupportedModel for
+        a model whose layers read the output of earlier layers or other parts of the model."""
+        if not sequences:
+            return []
+        if any(isinstance(module, BorrowingAttention | GatedLayerInput) for module in self.model.modules()):
+            raise UnsupportedModel(
+                f"{self.checkpoint.folder}: layers read others' keys and values, or embeddings of their own, so they "
+                f"cannot run one at a time on texts. Use blocked_fp8, or calib_samples = 0, which need no texts."
+            )
         chosen: list[list[Sequence[int]]] = []
         room = 0
         for sequence in sequences:

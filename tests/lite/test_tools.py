@@ -149,8 +149,9 @@ def test_models_that_cannot_be_quantized_are_named(
     with pytest.raises(UnsupportedModel, match=r"mlp\.v1.*no place"):
         lite.blocked_fp8(stacked, str(tmp_path / "again"))
     sharing = build_checkpoint("gemma4", tmp_path / "gemma4")
-    with pytest.raises(UnsupportedModel, match="cannot run one at a time"):
-        lite.blocked_fp8(sharing, str(tmp_path / "again"))
+    for tool in ("smooth_quant", "calibrate"):
+        with pytest.raises(UnsupportedModel, match=r"cannot run one at a time.*Use blocked_fp8"):
+            lite.TOOLS[tool](sharing, str(tmp_path / "again"), texts=TEXTS)
     with pytest.raises(InvalidParameter, match="folder of the model"):
         lite.blocked_fp8(source, str(source), overwrite=True)
     with pytest.raises(ModelError):
