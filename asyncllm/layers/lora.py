@@ -7,6 +7,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import LoRAWeights
+from asyncllm.kernels.lora import FEW_ROWS
 from asyncllm.layers.step_inputs import Column, StepInputs
 
 __all__ = ["ADAPTER_SLOTS", "LayerAdapters", "group_adapters"]
@@ -19,10 +20,6 @@ ADAPTER_SLOTS = Column(
     of_slot=lambda start: start.adapter_slot,
 )
 """-1 for a token without an adapter."""
-
-
-_FEW = 64
-"""Maximum number of tokens that are all grouped, those of prompts too: larger tiles would be nearly empty."""
 
 
 class LayerAdapters:
@@ -39,13 +36,15 @@ class LayerAdapters:
             x,
             step[ADAPTER_SLOTS],
             self.weights,
+            num_single=step.num_decode,
             groups=step.adapter_groups,
-            batch_invariant=step.batch_invariant,
         )
 
 
 def group_adapters(step: StepInputs) -> None:
-    """Group the rows of a step with adapters by these, once for all layers, before the first one's kernels."""
-    if step.adapted and not step.batch_invariant:
-        slots = step[ADAPTER_SLOTS]
-        step.adapter_groups = kernels.group_rows(slots if len(slots) <= _FEW else slots[: step.num_decode])
+    """Group the decode rows of a step with adapters by these, if they are many, once for all layers and before the
+    first one's kernels."""
+    # All tokens, where no result may depend on how many there are.
+    count = len(step.input_ids) if step.batch_invariant else step.num_decode
+    if step.adapted and (step.batch_invariant or count > FEW_ROWS):
+        step.adapter_groups = kernels.group_rows(step[ADAPTER_SLOTS][:count])

@@ -158,7 +158,7 @@ class StepInputs:
     """[T, layers, features]: each layer's own inputs besides the stream, in models with per-layer embeddings. Written
     by the model before its first layer."""
     adapter_groups: RowGroups | None = field(default=None, init=False)
-    """The first rows, by adapter. Written by the model before its first layer."""
+    """The first rows, by adapter, if they are many. Written by the model before its first layer."""
     image_tokens: Tensor | None = field(default=None, init=False)
     """[F] int64: the tokens with features, in order. Written by the first layer that needs it."""
     attention_plans: dict[Hashable, tuple[DecodePlan | None, PrefillPlan | None]] = field(

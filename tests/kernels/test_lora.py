@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from asyncllm.kernels import LoRAWeights, add_lora, group_rows
 from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton import lora as launchers
 from asyncllm.kernels.triton import lora_groups
+from asyncllm.kernels.triton.lora_rows import splits_of
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
 
@@ -57,19 +60,20 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_grouped", "sizes", "k", "dtype", "batch_invariant"),
+    ("tokens", "num_single", "num_grouped", "sizes", "k", "dtype"),
     [
-        (1, 1, (24,), 40, torch.float32, False),
-        (21, 0, (72, 8, 8, 3), 1100, torch.bfloat16, False),
-        (21, 21, (600, 30), 90, torch.float16, False),
-        (70, 0, (150, 150), 130, torch.bfloat16, False),
-        (70, 5, (150, 16), 1030, torch.bfloat16, False),
-        (70, 70, (24,), 1030, torch.float16, False),
-        (70, 0, (33,), 1030, torch.float16, True),
+        (1, 1, 0, (24,), 40, torch.float32),
+        (21, 0, 0, (72, 8, 8, 3), 1100, torch.bfloat16),
+        (21, 21, 0, (600, 30), 90, torch.float16),
+        (70, 0, 0, (150, 150), 130, torch.bfloat16),
+        (70, 5, 0, (150, 16), 1030, torch.bfloat16),
+        (70, 0, 66, (24,), 1030, torch.float16),
+        (70, 0, 70, (300, 33), 1030, torch.bfloat16),
+        (3, 0, 3, (300, 33), 90, torch.float32),
     ],
 )
 def test_the_kernels_do_as_the_reference(
-    tokens: int, num_grouped: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype, batch_invariant: bool
+    tokens: int, num_single: int, num_grouped: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype
 ) -> None:
     seed = fresh_seed()
     lora = weights(seed, sizes, k, dtype=dtype)
@@ -79,8 +83,8 @@ def test_the_kernels_do_as_the_reference(
     def run() -> Tensor:
         poison((num_grouped * (1 + GROUP),), dtype=torch.int32)
         groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
-        poison((max(lora_groups.splits_of(k, 32), 4), tokens, len(sizes) * 32), dtype=torch.float32)
-        return launchers.add_lora(y.clone(), x, slots, lora, groups=groups, batch_invariant=batch_invariant)
+        poison((max(splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
+        return launchers.add_lora(y.clone(), x, slots, lora, num_single=num_single, groups=groups)
 
     found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
@@ -125,22 +129,27 @@ def test_groups_have_all_rows_of_their_adapter_in_order(num_rows: int, num_slots
     assert count <= num_slots + num_rows // GROUP
 
 
-def test_adapters_that_groups_have_no_room_for_go_to_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_go_one_by_one_many_to_groups_and_prompts_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adapter of a tile costs a program some memory latencies: a tile of 64 rows may have 64 of them."""
-    taken: list[tuple[object, int]] = []
+    lora, taken = weights(3, (24,), 40, dtype=torch.float32), []
+    monkeypatch.setattr(launchers, "add_lora_by_row", lambda y, *_: taken.append(("row", len(y))))
     monkeypatch.setattr(
-        launchers, "add_lora_in_groups", lambda y, x, groups, lora: taken.append((None, len(groups[0])))
+        launchers, "add_lora_in_groups", lambda y, x, groups, _: taken.append(("group", len(groups[0])))
     )
-    monkeypatch.setattr(launchers, "_add_in_tiles", lambda y, *_, single: taken.append((single, len(y))))
-    for rank, num_grouped in ((32, 300), (32, 65), (32, 0), (128, 65)):
-        lora, rows, slots = weights(3, (24,), 40, rank=rank, dtype=torch.float32), random(300, 40), slots_of(300, 1)
-        launchers.add_lora(rows[:, :24], rows, slots, lora, groups=lora_groups.group_rows(slots[:num_grouped]))
-    assert taken == [(None, 300), (None, 65), (False, 235), (False, 300), (True, 65), (False, 235)]
+    monkeypatch.setattr(launchers, "_add_in_tiles", lambda y, *_: taken.append(("tile", len(y))))
+    rows, slots = random(300, 40), slots_of(300, 1)
+    for tokens, num_single in ((60, 0), (300, 0), (300, 64)):
+        launchers.add_lora(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single=num_single)
+    for tokens, num_grouped in ((300, 65), (300, 300), (60, 60), (0, 0)):
+        groups = lora_groups.group_rows(slots[:num_grouped])
+        launchers.add_lora(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single=9, groups=groups)
+    few = [("row", 60), ("tile", 300), ("row", 64), ("tile", 236)]
+    assert taken == [*few, ("group", 65), ("tile", 235), ("group", 300), ("group", 60), ("group", 0)]
 
 
 def test_compiled(compile_kernels: offline.Compile) -> None:
     found = compile_kernels("compile_lora")
     assert {name: case.spilled_bytes for name, case in found.items()} == dict.fromkeys(found, 0)
-    tiles = [case for name, case in found.items() if "group" not in name]
-    assert all(case.wgmma or case.mma for case in tiles), "tensor cores multiply"
+    products = [case for name, case in found.items() if not re.search("a row|group (starts|rows)", name)]
+    assert all(case.wgmma or case.mma for case in products), "tensor cores multiply"
     assert all(case.shared_bytes <= offline.MAX_SHARED_BYTES for case in found.values())

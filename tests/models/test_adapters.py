@@ -18,7 +18,7 @@ from asyncllm.agent.adapters import AdapterPool
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, UnsupportedModel
-from asyncllm.layers.lora import ADAPTER_SLOTS
+from asyncllm.layers.lora import ADAPTER_SLOTS, group_adapters
 from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.registry import open_model
@@ -386,6 +386,18 @@ def test_ranks_have_shares_of_adapters(tmp_path: Path) -> None:
     for found in in_ranks(2, share):
         for mine, expected in zip(found, whole, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_many_decode_rows_and_all_that_must_not_depend_on_their_number_are_grouped() -> None:
+    rows = 70
+    slots = torch.tensor([0, 1] * (rows // 2), dtype=torch.int32)
+    step = replace(step_at(list(range(rows))), adapted=True, more={ADAPTER_SLOTS: slots})
+    found = []
+    for num_decode, invariant, adapted in ((64, False, True), (66, False, True), (0, True, True), (66, True, False)):
+        given = replace(step, num_decode=num_decode, batch_invariant=invariant, adapted=adapted)
+        group_adapters(given)
+        found.append(None if given.adapter_groups is None else int((given.adapter_groups.rows >= 0).sum()))
+    assert found == [None, 66, 70, None]
 
 
 def test_quantized_weights_take_adapters(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it.
-`lora_groups` has the kernels for decode rows.
+"""LoRA by row: a product with A [rank, in] that shrinks a row, and one with B [out, rank] that expands it. `lora_rows`
+and `lora_groups` have the kernels for rows that may each have a different adapter.
 
-Rows are not sorted. A program has a tile of rows and a share of the slots, one in TURNS. It processes the adapters of
-these slots that occur in the tile, one after the other: each is multiplied by the whole tile, and a row keeps the
-result of its own adapter. A tile of a prompt has one adapter; a tile of single rows has up to as many as rows, so such
-tiles are small, and programs share their adapters. Nothing is summed across adapters, so a row's bits do not depend on
-its neighbours' (zero times infinity is not zero).
+These are for prompts. Rows are not sorted. A program has a tile of rows, and processes the adapters that occur in it,
+mostly one, one after the other: each is multiplied by the whole tile, and a row keeps the result of its own adapter.
+Nothing is summed across adapters, so a row's bits do not depend on its neighbours' (zero times infinity is not zero).
 
-With few rows, nearly all the time is spent reading A, so the sum over the input features is split among programs;
+With few tiles, nearly all the time is spent reading A, so the sum over the input features is split among programs;
 `expand_kernel` adds their parts in order.
 """
 
@@ -20,15 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights, RowGroups
+from asyncllm.kernels.lora import FEW_ROWS, MAX_PARTS, LoRAWeights, RowGroups
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_groups import MOST_RANK, add_lora_in_groups, part_of
+from asyncllm.kernels.triton.lora_groups import add_lora_in_groups
+from asyncllm.kernels.triton.lora_rows import add_lora_by_row, part_of
 
-__all__ = ["BLOCK_K", "add_lora", "expand_kernel", "rows_and_splits", "shrink_kernel", "turns_of"]
+__all__ = ["BLOCK_K", "BLOCK_N", "BLOCK_T", "add_lora", "expand_kernel", "shrink_kernel", "splits_of"]
 
-_FEW_TILED = 512
-"""Number of rows in runs up to which their tiles are too few to fill a device."""
+BLOCK_T = 64
+"""Number of rows per tile."""
+
+BLOCK_N = 128
+"""Number of output features per program of `expand_kernel`."""
+
+_FEW = 512
+"""Number of rows up to which their tiles are too few to fill a device."""
 
 BLOCK_K = 128
 """Number of input features that a program of `shrink_kernel` multiplies at a time."""
@@ -36,7 +41,7 @@ BLOCK_K = 128
 _SPAN = 512
 """Input features per program if there are few rows."""
 
-_MOST_SPLITS = 32
+_MOST_SPLITS = 4
 
 _NO_SLOT = tl.constexpr(2**30)
 
@@ -47,19 +52,11 @@ def _next_slot(slots, slot):
     return tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
 
 
-@triton.jit
-def _slots_in_turn(slots_ptr, rows, tokens, turn, TURNS: tl.constexpr):
-    """Return the slots of the rows whose adapters this program processes; -1 for other rows."""
-    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
-    return tl.where(slots % TURNS == turn, slots, -1)
-
-
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
 def shrink_kernel(
     x_ptr, slots_ptr, a_ptr, ranks_ptr, h_ptr, tokens,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, K] times A of each row's adapter, transposed -> h [SPLITS, tokens, WIDTH] float32, partial sums.
 
@@ -69,10 +66,10 @@ def shrink_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) // TURNS * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     first = tl.program_id(1) * BLOCK_R
     split = tl.program_id(2)
-    slots = _slots_in_turn(slots_ptr, rows, tokens, tl.program_id(0) % TURNS, TURNS)
+    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
     columns = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + rows[:, None].to(tl.int64) * K
     features = first + tl.arange(0, BLOCK_R)
@@ -100,8 +97,7 @@ def expand_kernel(
     h_ptr, slots_ptr, b_ptr, ranks_ptr, y_ptr, tokens,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, N] += h, summed over SPLITS and rounded to y's dtype, times B of each row's adapter, transposed.
 
@@ -112,10 +108,10 @@ def expand_kernel(
     N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
-    rows = tl.program_id(0) // TURNS * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     part, start, end = part_of(tl.program_id(1), SIZE_0, SIZE_1, SIZE_2, SIZE_3, BLOCK_N)
     features = start + tl.arange(0, BLOCK_N)
-    slots = _slots_in_turn(slots_ptr, rows, tokens, tl.program_id(0) % TURNS, TURNS)
+    slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=-1)
     slot = _next_slot(slots, -1)
     if slot < _NO_SLOT:
         has_own = (slots >= 0)[:, None]
@@ -142,21 +138,9 @@ def expand_kernel(
         tl.store(places, round_to(y + total, dtype), mask=mask)
 
 
-def rows_and_splits(rows: int, features: int, *, single: bool) -> tuple[int, int]:
-    """Return the number of rows per tile, and the number of programs among which the sum over the input `features` is
-    split. `single` rows may each have a different adapter."""
-    splits = max(1, min(_MOST_SPLITS, features // _SPAN))
-    if single:
-        return 16, splits
-    return 64, min(4, splits) if rows <= _FEW_TILED else 1
-
-
-def turns_of(rows: int, block_t: int, num_slots: int) -> tuple[int, int]:
-    """Return how many programs of each kernel share the adapters of a tile: each adapter takes a program a few memory
-    latencies, and a program without one ends at once."""
-    if block_t == 16 and min(rows, num_slots) > 1:
-        return 8, 4
-    return 1, 1
+def splits_of(rows: int, features: int) -> int:
+    """Return the number of programs among which the sum over the input `features` is split."""
+    return max(1, min(_MOST_SPLITS, features // _SPAN)) if rows <= _FEW else 1
 
 
 def add_lora(
@@ -165,46 +149,55 @@ def add_lora(
     slots: Tensor,
     lora: LoRAWeights,
     *,
+    num_single: int = 0,
     groups: RowGroups | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
-    single = len(x) if batch_invariant else 0 if groups is None else len(groups.slots)
-    if single:
-        if groups is None or lora.b.shape[-1] > MOST_RANK:
-            _add_in_tiles(y[:single], x[:single], slots[:single], lora, single=True)
-        else:
-            add_lora_in_groups(y, x, groups, lora)
+    if groups is not None:
+        single = len(groups.slots)
+        add_lora_in_groups(y, x, groups, lora)
+    else:
+        single = len(x) if len(x) <= FEW_ROWS else num_single
+        if single:
+            add_lora_by_row(y[:single], x[:single], slots[:single], lora)
     if single < len(x):
-        _add_in_tiles(y[single:], x[single:], slots[single:], lora, single=False)
+        _add_in_tiles(y[single:], x[single:], slots[single:], lora)
     return y
 
 
-def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, *, single: bool) -> None:
+def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
     (rows, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
-    block_t, splits = rows_and_splits(rows, k, single=single)
-    block_r, block_n = min(rank, 64), 64 if rows <= 16 else 128
-    tiles = -(-rows // block_t)
-    shrinking, expanding = turns_of(rows, block_t, len(lora.a))
+    splits, block_r, tiles = splits_of(rows, k), min(rank, 64), -(-rows // BLOCK_T)
     h = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
     same: dict[str, Any] = {
         "WIDTH": width,
         "RANK": rank,
         "RANKS_STRIDE": lora.ranks.stride(0),
-        "BLOCK_T": block_t,
+        "BLOCK_T": BLOCK_T,
         "BLOCK_R": block_r,
         "SPLITS": splits,
     }
-    shrink = {"K": k, "SLOT_STRIDE": lora.a.stride(0), "BLOCK_K": BLOCK_K, "TURNS": shrinking, **same}
     launch(
         shrink_kernel,
-        (tiles * shrinking, width // block_r, splits),
+        (tiles, width // block_r, splits),
         (x, slots, lora.a, lora.ranks, h),
         (rows,),
-        **shrink,
+        K=k,
+        SLOT_STRIDE=lora.a.stride(0),
+        BLOCK_K=BLOCK_K,
+        **same,
     )
     sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
-    blocks = sum(-(-size // block_n) for size in sizes)
-    expand: dict[str, Any] = {f"SIZE_{part}": size for part, size in enumerate(sizes)}
-    expand |= {"SLOT_STRIDE": lora.b.stride(0), "BLOCK_N": block_n, "TURNS": expanding, **same}
-    launch(expand_kernel, (tiles * expanding, blocks, 1), (h, slots, lora.b, lora.ranks, y), (rows,), **expand)
+    launch(
+        expand_kernel,
+        (tiles, sum(-(-size // BLOCK_N) for size in sizes), 1),
+        (h, slots, lora.b, lora.ranks, y),
+        (rows,),
+        SIZE_0=sizes[0],
+        SIZE_1=sizes[1],
+        SIZE_2=sizes[2],
+        SIZE_3=sizes[3],
+        SLOT_STRIDE=lora.b.stride(0),
+        BLOCK_N=BLOCK_N,
+        **same,
+    )
