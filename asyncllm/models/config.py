@@ -17,6 +17,8 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import RopeConfig, RopeKind
 from asyncllm.models.model_config import ExpertsConfig, ModelConfig
+from asyncllm.models.overrides import with_rotation
+from asyncllm.text.checkpoint_files import overridden
 
 __all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
 
@@ -124,7 +126,8 @@ class HFConfig:
         session_len: int | None = None,
         rope_scaling_factor: float = 0.0,
     ) -> HFConfig:
-        """Read `folder`/config.json, with entries replaced by `overrides`. Raises InvalidCheckpoint."""
+        """Read `folder`/config.json, with entries replaced by `overrides`. Raises InvalidCheckpoint, and
+        InvalidParameter for an override without effect."""
         file = folder / "config.json"
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
@@ -137,7 +140,7 @@ class HFConfig:
         if not isinstance(fields, dict):
             raise InvalidCheckpoint(f"{file}: holds {_kind(fields)} where an object belongs. Download the file again.")
         return cls(
-            _overridden(fields, overrides or {}),
+            overridden(fields, overrides or {}, change=with_rotation),
             source=str(file),
             session_len=session_len,
             rope_scaling_factor=rope_scaling_factor,
@@ -512,26 +515,6 @@ def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
     if mscale and mscale_all_dim:
         derived = yarn_term(factor, mscale) / yarn_term(factor, mscale_all_dim)
     return scaling.number("attention_factor", derived)
-
-
-def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's entries with those of `overrides`, which apply to either schema of the file.
-
-    If a file has rotation entries of both schemas, rope_scaling takes precedence, as in transformers; rope_parameters
-    supplies theta and the rotated part of a head where rope_scaling lacks them.
-    """
-    replaced = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling"}
-    dropped = {other for key, other in replaced.items() if key in overrides} - set(overrides)
-    changed = {**{key: value for key, value in fields.items() if key not in dropped}, **overrides}
-    parameters, scaling = changed.get("rope_parameters"), changed.get("rope_scaling")
-    if not isinstance(parameters, dict) or any(isinstance(each, dict) for each in parameters.values()):
-        return changed
-    if "rope_theta" in overrides and "rope_parameters" not in overrides:
-        parameters = {**parameters, "rope_theta": overrides["rope_theta"]}
-    if isinstance(scaling, dict) and scaling:
-        kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-        parameters, changed["rope_scaling"] = {**kept, **scaling}, None
-    return {**changed, "rope_parameters": parameters}
 
 
 def _kind(value: object) -> str:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
-from asyncllm.text.checkpoint_files import classes_of, read_json_object
+from asyncllm.text.checkpoint_files import classes_of, overridden, read_json_object
 from asyncllm.vl.image_tokens import added_tokens, fallback_token, fallback_token_id, image_token, token_id_of, token_of
 from asyncllm.vl.known_towers import multi_modality_fields, tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
@@ -41,7 +41,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
 
     `overrides` replaces entries of config.json. Raises InvalidCheckpoint, UnsupportedModel.
     """
-    fields = {**read_json_object(folder / "config.json"), **(overrides or {})}
+    fields = overridden(read_json_object(folder / "config.json"), overrides or {})
     name = next(iter(classes_of(fields)), "")
     make = _FAMILIES.get(name)
     if make is None or (name in _ALSO_TEXT and fields.get(_ALSO_TEXT[name]) is None):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel
 from asyncllm.models.config import HFConfig, ModelConfig, alibi_slopes
 from asyncllm.models.registry import families, read_config
 
@@ -121,6 +121,59 @@ def test_overrides_count_in_either_schema(tmp_path: Path, words: dict[str, Any])
     assert read(tmp_path, words, hf_overrides={"rope_parameters": {**YARN, "rope_theta": 5e5}}).rope == rope
     for key in ("dtype", "torch_dtype"):
         assert read(tmp_path, words, hf_overrides={key: "bfloat16"}).dtype == "bfloat16"
+
+
+KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+OLD_KINDS = {
+    "rope_parameters": None,
+    "rope_theta": 5e5,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_local_base_freq": 500.0,
+}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 7e4},
+        {"rope_local_base_freq": 7e4},
+        {"rope_scaling": {**YARN, "rope_type": "yarn"}},
+        {"rope_scaling": None},
+    ],
+)
+def test_overrides_count_for_kinds_of_layers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    """As in the file of the old schema, whose words they are."""
+    gemma = tiny("Gemma3ForCausalLM")
+    old = read(tmp_path, {**OLD_KINDS, **overrides}, gemma)
+    new = read(tmp_path, {"rope_parameters": KINDS}, gemma, hf_overrides=overrides)
+    assert (new.rope, new.layer_ropes) == (old.rope, old.layer_ropes)
+    assert new.layer_ropes != read(tmp_path, {"rope_parameters": KINDS}, gemma).layer_ropes
+    parts = {**gemma, "rope_parameters": KINDS}
+    inner = {key: value for key, value in parts.items() if key != "architectures"}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
+    whole |= {"vision_config": {}, "mm_tokens_per_image": 49}
+    for each in (overrides, {"text_config": overrides}):
+        (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+        assert read_config(tmp_path, hf_overrides=each).layer_ropes == old.layer_ropes
+
+
+def test_kinds_of_layers_that_overrides_leave_out_stay(tmp_path: Path) -> None:
+    gemma, full = tiny("Gemma3ForCausalLM"), {"rope_type": "default", "rope_theta": 7e4}
+    expected = read(tmp_path, {"rope_parameters": {**KINDS, "full_attention": full}}, gemma).layer_ropes
+    for given in (full, {"full_attention": full}):
+        overrides = {"rope_parameters": given}
+        assert read(tmp_path, {"rope_parameters": KINDS}, gemma, hf_overrides=overrides).layer_ropes == expected
+    with pytest.raises(InvalidParameter, match=r"rope_theta is for layers of full_attention.*Give rope_parameters"):
+        read(tmp_path, {"rope_parameters": {"other": full}}, gemma, hf_overrides={"rope_theta": 7e4})
+
+
+def test_an_override_turns_scaling_off(tmp_path: Path) -> None:
+    plain = read(tmp_path, {"rope_theta": 5e5}).rope
+    for words in (OLD_WORDS, NEW_WORDS):
+        assert read(tmp_path, words, hf_overrides={"rope_scaling": None}).rope == plain
 
 
 def test_rope_scaling_beside_rope_parameters_counts(tmp_path: Path) -> None:
