@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 
 from aiohttp import web
@@ -16,17 +17,36 @@ from asyncllm.server.http.errors import ApiError, as_api_error
 from asyncllm.server.http.protocol import working
 from asyncllm.server.http.request_id import HEADER, REQUEST_ID, give_id
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
+from asyncllm.server.http.routing import Slashes, without_slashes
 from asyncllm.server.observe.access_log import log_request
 
 __all__ = ["build_app"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+FORWARDED = "/{path:.*}"
 PAGE = "/"
 """A node's page, which shows nothing without a key."""
-OWNERS = "/nodes/"
-FORWARDED = "/{path:.*}"
+
+
+class _Rights(enum.Enum):
+    """Which key a handler of the distributor's own asks for."""
+
+    PUBLIC = "public"
+    CLIENT = "client"
+    OWNER = "owner"
+
+
+RIGHTS: Mapping[Handler, _Rights] = {
+    own_routes.health: _Rights.PUBLIC,
+    own_routes.ready: _Rights.PUBLIC,
+    node_routes.node_status: _Rights.OWNER,
+    node_routes.add_node: _Rights.OWNER,
+    node_routes.remove_node: _Rights.OWNER,
+    node_routes.terminate_node: _Rights.OWNER,
+    node_routes.terminate_all: _Rights.OWNER,
+}
+"""All others, and everything that is forwarded, ask for a client's key."""
 
 
 def build_app(distributor: Distributor) -> web.Application:
@@ -38,7 +58,8 @@ def build_app(distributor: Distributor) -> web.Application:
         ("GET", "/health", own_routes.health),
         ("GET", "/health/live", own_routes.health),
         ("GET", "/health/ready", own_routes.ready),
-        ("*", "/ping", own_routes.health),
+        ("GET", "/ping", own_routes.health),
+        ("POST", "/ping", own_routes.health),
         ("GET", "/load", own_routes.load),
         ("GET", "/metrics", own_routes.no_metrics if distributor.config.disable_metrics else own_routes.metrics),
         ("GET", "/nodes/status", node_routes.node_status),
@@ -46,10 +67,14 @@ def build_app(distributor: Distributor) -> web.Application:
         ("POST", "/nodes/remove", node_routes.remove_node),
         ("POST", "/nodes/terminate", node_routes.terminate_node),
         ("GET", "/nodes/terminate_all", node_routes.terminate_all),
-        ("*", FORWARDED, _forward),
     ]
     for method, path, handler in routes:
-        app.router.add_route(method, path, handler, expect_handler=_expect_nothing)
+        # As in the server, HEAD asks for the headers of GET; but no HEAD stops servers.
+        also_head = method == "GET" and handler is not node_routes.terminate_all
+        for each in (method, "HEAD") if also_head else (method,):
+            app.router.add_route(each, path, handler, expect_handler=_expect_nothing)
+    app.router.register_resource(Slashes(app.router))
+    app.router.add_route("*", FORWARDED, _forward, expect_handler=_expect_nothing)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run)
     return app
@@ -72,7 +97,7 @@ async def _expect_nothing(request: web.Request) -> None:
 
 async def _forward(request: web.Request) -> web.StreamResponse:
     """Pass a request of any other route to a node."""
-    if f"{request.path}/".startswith(OWNERS):
+    if f"{without_slashes(request.path)}/".startswith("/nodes/"):
         raise ApiError(
             404,
             "There is no such route. Nodes are listed by GET /nodes/status, and changed by POST /nodes/add, "
@@ -117,8 +142,9 @@ async def _answer(request: web.Request, distributor: Distributor, handler: Handl
     if response is not None:
         return response
     request[KEY] = -1
-    if request.path.startswith(OWNERS) and access.has_admin:
+    rights = RIGHTS.get(request.match_info.handler, _Rights.CLIENT)
+    if rights is _Rights.OWNER and access.has_admin:
         access.check_admin(request)
-    elif request.path not in PUBLIC and not (request.path == PAGE and request.method in ("GET", "HEAD")):
+    elif rights is not _Rights.PUBLIC and not (request.path == PAGE and request.method in ("GET", "HEAD")):
         request[KEY] = access.key_of(request)
     return await handler(request)

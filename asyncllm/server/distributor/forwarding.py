@@ -55,6 +55,9 @@ RESPONSE_ID = re.compile(rb'"id": ?"(resp_[A-Za-z0-9_-]{1,128})"')
 ID_WITHIN = 2**16
 """Bytes of an answer within which a response's id stands."""
 
+WHOLE_BYTES = 2**18
+"""Maximum size of an answer of known length that is read whole, so that it needs one write."""
+
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 BETWEEN_EVENTS = {SSE: (b"\n\n", b"\r\n\r\n"), NDJSON: (b"\n",)}
 """Content type of a stream -> how its events end."""
@@ -65,6 +68,10 @@ def error_format(path: str) -> ErrorFormat:
     if path.startswith("/v1/messages"):
         return "anthropic"
     return "ollama" if path.startswith("/api/") else "openai"
+
+
+def _broke_off() -> ApiError:
+    return ApiError(502, "The server that gave this answer broke off. Send the request again.", code="node_failed")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +176,11 @@ class Forwarding:
                 if another is not None:
                     self._metrics.ended(node.url, str(answer.status))
                     return another
-            return await self._relay(passing, node, answer)
+            if answer.ok:
+                self._note_session(passing.fields, node)
+            size = answer.content_length
+            is_small = size is not None and size <= WHOLE_BYTES and passing.request.method != "HEAD"
+            return await (self._relay_whole if is_small else self._relay)(passing, node, answer)
         finally:
             # If the answer has not ended, because the client has left, this ends it.
             answer.close()
@@ -181,14 +192,32 @@ class Forwarding:
         url = URL(node.url + path, encoded=True)
         return await self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
 
+    async def _relay_whole(self, passing: _Passing, node: Node, answer: aiohttp.ClientResponse) -> web.Response:
+        """Return an answer that is sent with its headers in one piece. Raises ApiError if it breaks off."""
+        outcome = "client_left"
+        try:
+            body = await answer.read()
+            outcome = str(answer.status)
+        except (aiohttp.ClientError, OSError) as error:
+            outcome = "broken"
+            node.failed(error)
+            raise _broke_off() from error
+        finally:
+            self._metrics.ended(node.url, outcome)
+        self._metrics.first_byte(node.url, self._loop.time() - passing.sent)
+        self._note_latency(passing, node, answer)
+        if answer.ok and passing.path == RESPONSES:
+            self._note_response(passing.fields, node, bytearray(), body)
+        headers = response_headers(answer.headers)
+        del headers["Content-Length"]
+        return web.Response(status=answer.status, reason=answer.reason, headers=headers, body=body)
+
     async def _relay(self, passing: _Passing, node: Node, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Write the node's answer as it comes."""
         request = passing.request
         response = web.StreamResponse(
             status=answer.status, reason=answer.reason, headers=response_headers(answer.headers)
         )
-        if answer.ok:
-            self._note_session(passing.fields, node)
         begun_with = bytearray() if answer.ok and passing.path == RESPONSES else None
         connection = Connection(request, response, self._config.write_timeout)
         tail, outcome = b"", "client_left"
@@ -202,9 +231,7 @@ class Forwarding:
                 tail = piece[-4:] if len(piece) >= 4 else (tail + piece)[-4:]
                 await connection.write(piece)
             outcome = str(answer.status)
-            if answer.ok:
-                now = self._loop.time()
-                node.latencies.append((now, now - passing.sent))
+            self._note_latency(passing, node, answer)
         except (aiohttp.ClientError, OSError) as error:
             response.force_close()
             if answer.content.exception() is None:
@@ -222,9 +249,8 @@ class Forwarding:
         connection."""
         request = passing.request
         request[OUTCOME] = BROKEN
-        error = ApiError(502, "The server that gave this answer broke off. Send the request again.", code="node_failed")
         if content_type in BETWEEN_EVENTS and (not tail or tail.endswith(BETWEEN_EVENTS[content_type])):
-            data = event_of(error, error_format(passing.path))
+            data = event_of(_broke_off(), error_format(passing.path))
             if content_type == NDJSON:
                 event = data + b"\n"
             else:
@@ -238,6 +264,11 @@ class Forwarding:
                 request[OUTCOME] = CLIENT_LEFT
         if request.transport is not None:
             request.transport.abort()
+
+    def _note_latency(self, passing: _Passing, node: Node, answer: aiohttp.ClientResponse) -> None:
+        if answer.ok:
+            now = self._loop.time()
+            node.latencies.append((now, now - passing.sent))
 
     def _note_session(self, fields: RoutingFields, node: Node) -> None:
         if fields.session is not None:
@@ -269,4 +300,4 @@ class Forwarding:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
         answer.close()
-        return answer.ok
+        return answer.status == 200

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import aiohttp
 
@@ -63,7 +65,7 @@ class HealthChecks:
         """Ask a node once, and record its answer. Returns why it did not answer."""
         was_ready, before = node.ready, node.models
         try:
-            async with self._session.get(f"{node.url}/health/ready", timeout=self._timeout) as response:
+            async with self._get(node, "/health/ready") as response:
                 # Servers of other makes lack this route, and answer 404 while they live.
                 accepts = response.status in (200, 404)
             if accepts:
@@ -79,18 +81,14 @@ class HealthChecks:
     async def terminate(self, node: Node) -> str | None:
         """Ask a node to stop. Returns why it does not."""
         try:
-            async with self._session.get(
-                f"{node.url}/terminate", timeout=self._timeout, headers=self._headers
-            ) as response:
-                return None if response.ok else f"status {response.status}"
+            async with self._get(node, "/terminate", headers=self._headers) as response:
+                return None if response.status == 200 else f"status {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return repr(error)
 
     async def _ask_models(self, node: Node) -> None:
         """Read the models of a node. Raises ClientError or ValueError for an answer that is no list of models."""
-        async with self._session.get(
-            f"{node.url}/v1/models", timeout=self._timeout, headers=self._headers, auto_decompress=True
-        ) as response:
+        async with self._get(node, "/v1/models", headers=self._headers, auto_decompress=True) as response:
             if response.status in (401, 403):
                 if node.url not in self._closed_to_us:
                     self._closed_to_us.add(node.url)
@@ -100,11 +98,16 @@ class HealthChecks:
                         node.url,
                     )
                 return
-            response.raise_for_status()
+            if response.status != 200:
+                raise ValueError(f"its /v1/models has the status {response.status}")
             listed = await response.json()
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ValueError("its /v1/models is no list of models")
         node.models = {entry["id"]: entry for entry in listed["data"] if isinstance(entry, dict) and "id" in entry}
+
+    def _get(self, node: Node, path: str, **options: Any) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Call a node itself: a redirect would lead to an address that no owner has named."""
+        return self._session.get(node.url + path, timeout=self._timeout, allow_redirects=False, **options)
 
     async def _watch(self, node: Node) -> None:
         loop = asyncio.get_running_loop()

@@ -86,13 +86,24 @@ class TestPassing:
                     assert await response.json() == {"name": "one"}
                     assert response.headers["X-Request-Id"] == "id-1"
             assert [(method, path) for method, path, _, _ in node.requests] == sent
+            large = "x" * 2**19
+
+            async def tell_much(request: web.Request) -> web.StreamResponse:
+                return web.json_response({"large": large})
+
+            node.handle = tell_much
+            assert await served.post(CHAT) == (200, {"large": large})
+            node.requests.pop()
+            node.handle = node.tell_name
             for method, _, headers, got in node.requests:
                 assert got == (body if method == "POST" else b"")
                 assert headers.items() >= {name.lower(): value for name, value in kept.items()}.items()
                 assert headers["host"] == node.url.removeprefix("http://")
                 assert "x-hop" not in headers
+            async with served.http.head(served.url + "/version") as response:
+                assert (response.status, response.headers["Content-Length"]) == (200, "15")
             assert (await served.get("/load"))[1] == {"server_load": 0}
-            assert await outcomes(served) == {"200": len(sent)}
+            assert await outcomes(served) == {"200": len(sent) + 2}
 
     async def test_a_packed_body_is_unpacked_and_a_large_one_refused(self) -> None:
         node = FakeNode()
@@ -245,6 +256,23 @@ class TestBrokenAnswers:
         async with distributing(node) as served, served.http.post(served.url + CHAT, json=ASKED) as response:
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
+
+    @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+    async def test_a_whole_answer_that_breaks_off_is_an_error(self, path: str) -> None:
+        node = FakeNode()
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": "application/json"})
+            await response.prepare(request)
+            await response.write(b'{"a": ')
+            await asyncio.sleep(0.01)
+            return await aborting(request)
+
+        node.handle = handle
+        async with distributing(node) as served:
+            number, answer = await served.post(path)
+            assert (number, "broke off" in answer["error"]["message"]) == (502, True)
+            assert await outcomes(served) == {"broken": 1}
 
     @pytest.mark.parametrize("after_events", [0, 1])
     async def test_a_client_that_leaves_ends_the_nodes_answer(self, after_events: int) -> None:

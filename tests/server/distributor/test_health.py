@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import pytest
 from aiohttp import web
@@ -80,11 +81,20 @@ async def test_a_node_that_wants_a_key_gets_the_clients_own(caplog: pytest.LogCa
     assert [record.message.count("--node-key-file") for record in caplog.records] == [1]
 
 
-async def test_an_answer_that_is_no_list_of_models_is_a_failure() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: web.json_response(["m"]),
+        lambda: web.json_response({"data": []}, status=500),
+        # A redirect is not followed.
+        lambda: web.Response(status=302, headers={"Location": "/health/ready"}),
+    ],
+)
+async def test_an_answer_that_is_no_list_of_models_is_a_failure(answer: Callable[[], web.Response]) -> None:
     node = FakeNode()
 
     async def text(request: web.Request) -> web.StreamResponse:
-        return web.json_response(["m"])
+        return answer()
 
     async with distributing(node) as served:
         node._models = text  # type: ignore[method-assign, assignment]
@@ -107,6 +117,9 @@ async def test_health_routes() -> None:
     async with distributing(node, api_keys=["k"]) as served:
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert await served.get(path) == (200, {"status": "healthy", "nodes": 1, "ready": 1})
+            async with served.http.head(served.url + path) as response:
+                assert response.status == 200
+        assert node.requests == []
         node.ready = 503
         await until(lambda: not served.node(node).ready)
         assert await served.get("/health") == (200, {"status": "healthy", "nodes": 1, "ready": 0})

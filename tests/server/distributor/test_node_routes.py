@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from asyncllm.config import DistributorConfig
 from asyncllm.errors import InvalidParameter
@@ -116,6 +117,10 @@ async def test_keys(keys: list[str], own_key: bool, allowed: dict[str | None, in
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             assert (await served.get("/nodes/status", headers=headers))[0] == status
             assert (await served.post("/nodes/add", {"url": node.url}, headers=headers))[0] == status
+            # Other spellings of the path ask for the same key.
+            for path in ("//nodes/status", "/nodes/status/", "/%6eodes/status"):
+                async with served.http.get(URL(served.url + path, encoded=True), headers=headers) as response:
+                    assert response.status == status
         await until(lambda: served.node(node).ready)
         assert (await served.post(CHAT))[0] == (401 if keys else 200)
         assert (await served.http.get(served.url + "/")).status == 200
