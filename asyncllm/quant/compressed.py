@@ -152,6 +152,7 @@ class CompressedTensors(Scheme):
                     divided=True,
                     zeros=group.kind == "int-quantized" and not group.weights.flag("symmetric", True),
                     block=_block(group.weights),
+                    exponents=group.kind.startswith("mx"),
                     left_out=_OF_INPUTS,
                 )
 

@@ -84,6 +84,7 @@ def expansion_of_codes(
     divided: bool = False,
     zeros: bool = False,
     block: Block | None = None,
+    exponents: bool = False,
     left_out: Sequence[str] = (),
 ) -> Expansion:
     """Return the expanded weight of a module with `codes` and a `scale`.
@@ -91,7 +92,8 @@ def expansion_of_codes(
     Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with one
     scale per tensor, output feature or `block`; or e4m3 with exponents in groups of 32 (MXFP8). `whole`: an additional
     scale of the whole tensor, by which the others are multiplied, or divided if `divided`. `zeros`: codes are integers
-    with a `weight_zero_point`. Raises InvalidCheckpoint, UnsupportedModel.
+    with a `weight_zero_point`. `exponents`: scales of another kind are refused. Raises InvalidCheckpoint,
+    UnsupportedModel.
     """
     sources = {codes: expect(module, tensors, codes, ("U8", "F8_E4M3", "I8"))}
     stored = tensors[codes]
@@ -99,7 +101,7 @@ def expansion_of_codes(
         raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is no matrix.")
     paired = stored.dtype == "U8"
     rows, columns = stored.shape[0], stored.shape[1] * (2 if paired else 1)
-    exponents = scale in tensors and tensors[scale].dtype in _EXPONENTS
+    exponents = exponents or (scale in tensors and tensors[scale].dtype in _EXPONENTS)
     if paired or exponents:
         block = (1, _MX_GROUP if exponents else _NVFP4_GROUP)
     shapes: list[Sequence[int]] = [(), (1,), (rows,), (rows, 1)]
@@ -131,7 +133,7 @@ def _expand(
     scales = _numbers(tensors[scale])
     if whole is not None:
         scales = scales / tensors[whole].float() if divided else scales * tensors[whole].float()
-        if not scales.isfinite().all():
+        if not (scales.isfinite().all() and tensors[whole].isfinite().all()):
             raise InvalidCheckpoint("the scale of the whole weight is no number that others can be taken by")
     if "weight_zero_point" in tensors:
         values = values - _spread(tensors["weight_zero_point"].float(), values, block)

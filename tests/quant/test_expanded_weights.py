@@ -232,7 +232,7 @@ def test_damage_is_named(name: str, dense: Path, tmp_path: Path) -> None:
         damaged: dict[str, Tensor | None] = {"missing": None, "type": torch.zeros(tensor.shape, dtype=torch.bool)}
         damaged["size"] = tensor[:-1] if tensor.ndim and len(tensor) > 1 else tensor.reshape(-1).repeat(3)
         if tensor.dtype == torch.float32:
-            damaged["number"] = torch.full_like(tensor, torch.nan)
+            damaged |= {"number": torch.full_like(tensor, torch.nan), "infinity": torch.full_like(tensor, torch.inf)}
         for what, other in damaged.items():
             save_file(
                 {each: value for each, value in {**whole, key: other}.items() if value is not None},
@@ -274,6 +274,15 @@ def test_what_is_beside_four_bits_is_read_with_care(
 
     change(folder, changed)
     with pytest.raises(InvalidCheckpoint, match=says):
+        open_cpu(folder)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_scales_that_are_no_exponents(name: str, dense: Path, tmp_path: Path) -> None:
+    folder = write(dense, tmp_path / "model", EXPANDED[name])
+    scale = f"{DOWN}.weight_scale"
+    change(folder, lambda tensors: tensors.update({scale: tensors[scale].float()}))
+    with pytest.raises(UnsupportedModel, match=r"down_proj\.weight_scale' is F32, where U8"):
         open_cpu(folder)
 
 
