@@ -65,6 +65,7 @@ SHORT = {
     "model.py": "LMDeploy's import path",
     "pytorch.py": "LMDeploy's import path",
     "serve/openai/api_client.py": "LMDeploy's import path",
+    "serve/proxy/proxy.py": "LMDeploy's import path",
     "vl/constants.py": "LMDeploy's import path",
 }
 """Why so little is a file of its own. What only marks a folder needs no reason."""

@@ -33,7 +33,8 @@ LEVELS = [
     {"engine"},
     {"pipeline", "server"},
     {"http_client", "testing"},
-    {"cli", "serve", "messages", "model", "pytorch", "turbomind"},
+    {"cli"},
+    {"serve", "messages", "model", "pytorch", "turbomind"},
     {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -67,7 +67,9 @@ class HealthChecks:
         try:
             async with self._get(node, "/health/ready") as response:
                 # Servers of other makes lack this route, and answer 404 while they live.
-                accepts = response.status in (200, 404)
+                if response.status not in (200, 404, 503):
+                    raise ValueError(f"its /health/ready has the status {response.status}")
+                accepts = response.status != 503
             if accepts:
                 await self._ask_models(node)
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:

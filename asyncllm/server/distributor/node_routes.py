@@ -104,6 +104,10 @@ async def add_node(request: web.Request) -> web.Response:
     is_new = node is None
     if node is None:
         node = Node(url)
+    if body.lease_seconds is None:
+        node.lease_end = None
+    elif is_new or node.lease_end is not None:  # A node that its owner has named does not leave by itself.
+        node.lease_end = asyncio.get_running_loop().time() + body.lease_seconds
     _describe(node, body)
     if is_new:
         failure = await distributor.checks.check(node)
@@ -124,8 +128,6 @@ async def add_node(request: web.Request) -> web.Response:
 
 
 def _describe(node: Node, body: NodeRequest) -> None:
-    loop = asyncio.get_running_loop()
-    node.lease_end = None if body.lease_seconds is None else loop.time() + body.lease_seconds
     if body.status is None:
         return
     if body.status.speed is not None:
@@ -133,7 +135,7 @@ def _describe(node: Node, body: NodeRequest) -> None:
     if body.status.models and not node.models:
         node.models = {name: {"id": name, "object": "model"} for name in body.status.models}
     for seconds in body.status.latency or ():
-        node.latencies.append((loop.time(), seconds))
+        node.latencies.append((asyncio.get_running_loop().time(), seconds))
 
 
 async def remove_node(request: web.Request) -> web.Response:

@@ -132,9 +132,11 @@ async def distributing(*nodes: FakeNode, started: bool = True, **config: Any) ->
         with bind(DistributorConfig(server_port=0)) as listener:
             port = listener.getsockname()[1]
             distributor = await asyncio.to_thread(open_distributor, DistributorConfig(**settings), port)
-            serving = asyncio.create_task(serve_until_stopped(distributor, listener, lambda address: None))
+            listens = asyncio.Event()
+            serving = asyncio.create_task(serve_until_stopped(distributor, listener, lambda address: listens.set()))
             http = await running.enter_async_context(aiohttp.ClientSession())
             try:
+                await listens.wait()
                 if started:
                     await until(lambda: all(node.ready for node in distributor.nodes))
                 yield Distributing(distributor, f"http://127.0.0.1:{port}", http)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from asyncllm.server.distributor.health import pause_before
-from asyncllm.server.distributor.nodes import MAX_FAILURES, State
+from asyncllm.server.distributor.nodes import MAX_FAILURES, Node, State
 from tests.server.distributor.fakes import CHAT, FakeNode, distributing
 from tests.server.raw import until
 
@@ -110,6 +110,16 @@ async def test_an_answer_that_is_no_list_of_models_is_a_failure(answer: Callable
 def test_one_that_does_not_answer_is_asked_less_often(interval: float, failures: int, expected: float) -> None:
     pauses = {pause_before(interval, failures) for _ in range(50)}
     assert 0.8 * expected <= min(pauses) < max(pauses) <= 1.2 * expected
+
+
+async def test_a_node_that_refuses_checks_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    node = FakeNode()
+    node.ready = 403  # Such as for a Host that it does not know.
+    async with distributing(node, started=False) as served, node:
+        served.distributor.nodes.add(Node(node.url))
+        served.distributor.checks.watch(served.node(node))
+        await until(lambda: served.node(node).state is State.UNREACHABLE)
+    assert "status 403" in caplog.text
 
 
 async def test_health_routes() -> None:

@@ -100,6 +100,16 @@ async def test_a_lease_that_is_not_renewed_ends() -> None:
         await until(lambda: not len(served.distributor.nodes))
 
 
+@pytest.mark.parametrize("named_first", [True, False])
+async def test_a_node_that_its_owner_has_named_needs_no_lease(named_first: bool) -> None:
+    async with FakeNode() as node, distributing() as served:
+        leases = [None, 0.05] if named_first else [0.05, None]
+        for lease in leases:
+            assert (await served.post("/nodes/add", {"url": node.url, "lease_seconds": lease}))[0] == 200
+        await asyncio.sleep(0.15)
+        assert await served.names(1) == ["one"]
+
+
 @pytest.mark.parametrize(
     ("keys", "own_key", "allowed"),
     [

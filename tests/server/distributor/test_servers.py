@@ -149,8 +149,9 @@ def test_a_server_that_stops_leaves_the_list(cluster: Cluster) -> None:
 
 
 def test_lmdeploys_command_starts_one_without_torch_and_a_signal_ends_it(tmp_path: Path) -> None:
-    documented = '--server_name 127.0.0.1 --server_port 0 --strategy "min_expected_latency" --serving-strategy Hybrid'
-    with ServerProcess("proxy", *shlex.split(documented), "--state-folder", str(tmp_path)) as process:
+    documented = '--server_name 127.0.0.1 --server_port 0 --strategy "min_expected_latency"'
+    program = ("asyncllm.serve.proxy.proxy",)
+    with ServerProcess(*shlex.split(documented), "--state-folder", str(tmp_path), program=program) as process:
         process.ready()
         assert ask(f"{process.url}/health")["nodes"] == 0
         assert "torch" not in Path(f"/proc/{process.process.pid}/maps").read_text()

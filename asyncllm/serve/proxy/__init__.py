@@ -1,0 +1,1 @@
+"""LMDeploy's place of its request distributor."""
