@@ -88,16 +88,19 @@ def add_lora(
     to come between `group_rows` and the first product. The other rows are expected in runs of one adapter; any other
     order is correct but slow.
     """
-    rank = lora.b.shape[-1]
+    rank, num_grouped = lora.b.shape[-1], 0 if groups is None else len(groups.slots)
     for slot in sorted(set(slots.tolist())):
         own = 0 if slot < 0 else int(lora.ranks[slot])
         if not own:
             continue
-        rows = (slots == slot).nonzero().flatten()
-        taken, first = x[rows].float(), 0
-        for part, size in enumerate(lora.sizes):
-            a, b = lora.a[slot, part * rank :][:own], lora.b[slot, first : first + size, :own]
-            shrunk = (taken @ a.float().t()).to(x.dtype).float()
-            y[rows, first : first + size] = (y[rows, first : first + size] + shrunk @ b.float().t()).to(y.dtype)
-            first += size
+        found = (slots == slot).nonzero().flatten()
+        grouped = int((found < num_grouped).sum())
+        # A matrix library chooses the order of summation by the number of rows.
+        for rows in (*found[:grouped].split(1), found[grouped:]):
+            taken, first = x[rows].float(), 0
+            for part, size in enumerate(lora.sizes):
+                a, b = lora.a[slot, part * rank :][:own], lora.b[slot, first : first + size, :own]
+                shrunk = (taken @ a.float().t()).to(x.dtype).float()
+                y[rows, first : first + size] = (y[rows, first : first + size] + shrunk @ b.float().t()).to(y.dtype)
+                first += size
     return y
