@@ -217,8 +217,7 @@ class Batch(msgspec.Struct, kw_only=True):
     last_read: int = -1
     """The newest step whose result was known when this one was scheduled; the others in flight it takes for done."""
     least_forced: int = 0
-    """How many forced tokens (`StepOutput.forced`) have to follow one another to be of use. 0 means that they are not
-    looked for."""
+    """Minimum number of consecutive forced tokens (`StepOutput.forced`) that are used; 0: they are not computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -132,7 +132,7 @@ class ImageFeatures:
 
 
 def joint_tokens(batch: Batch) -> list[JointTokens]:
-    """Return the tokens of a step that see each other. All tokens of such a place are always in one chunk."""
+    """Return the tokens of a step that attend to each other. All tokens of such a place are always in one chunk."""
     joint, start = [], len(batch.decode)
     for number, row in enumerate(batch.prefill, len(batch.decode)):
         for part in image_parts(row):

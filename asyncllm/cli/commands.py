@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _take_any_characters() -> None:
-    """Let a terminal of few characters show the others spelled out, and what is no text of its encoding be refused
-    where it is used."""
+    """Make output escape characters that the terminal cannot encode, and input keep bytes that it cannot decode, so
+    that they are refused where they are used."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)

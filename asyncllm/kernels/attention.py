@@ -320,7 +320,7 @@ def _attend_row(
     joint: bool = False,
 ) -> Tensor:
     """Attend with queries q [q_len, H, D] at positions kv_len - q_len to kv_len - 1 of one row, whose blocks are [N].
-    `joint`: the queries see each other."""
+    `joint`: the queries attend to each other."""
     num_kv_heads, block_size = cache.k.shape[1:3]
     lowest = 0 if window is None else max(0, kv_len - q_len - window + 1)
     first_page = lowest // block_size

@@ -73,7 +73,7 @@ class KVFormat(NamedTuple):
         return keys | values << _KEY_BITS
 
     def key_codes(self, codes: Tensor) -> Tensor:
-        """Return the key codes in what is stored."""
+        """Return the key codes in stored codes."""
         return codes & (1 << _KEY_BITS) - 1 if self.shared else codes
 
     def value_codes(self, codes: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Attention(Layer):
     """x [T, hidden] -> [T, hidden]. First writes the tokens' keys and values to the cache of layer `layer`."""
 
     sees_ahead = True
-    """Whether tokens of a step that see each other do so here."""
+    """Whether the layer honours joint tokens, the tokens of a step that attend to each other."""
 
     def __init__(self, layer: int, hidden_size: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Attention(Layer):
         self.scale_queries = config.scale_queries
         self.qk_norm = config.qk_norm
         self.ranks: RankGroup | None = None
-        """Those that have the other heads, where a norm is of all heads together."""
+        """The ranks with the other heads, for a norm of all heads together."""
         self.slopes = tuple(config.alibi)
         self.alibi: Tensor | None = None
         self.kind: Hashable = config.window

@@ -14,21 +14,21 @@ __all__ = ["Bypass", "LinearBypass"]
 
 
 class Bypass(Layer):
-    """x [T, hidden] -> zeros of as many rows as are asked for."""
+    """Returns zeros for x [T, hidden], or for the `sampled` rows."""
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         return torch.zeros_like(x if sampled is None else x[: len(sampled.indices)])
 
 
 class LinearBypass(Layer):
-    """x [T, hidden] -> [T, hidden], a product."""
+    """A linear layer from x [T, hidden] to [T, hidden]."""
 
     def __init__(self, hidden_size: int, *, bias: bool = False) -> None:
         super().__init__()
         self.product = Linear(hidden_size, hidden_size, shard="replicated", bias=bias)
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
-        """`sampled`: of these rows only."""
+        """Return the product of x, or of the `sampled` rows only."""
         if sampled is not None:
             x, step = kernels.gather_rows(x, sampled.indices), sampled.inputs
         out: Tensor = self.product(x, step)

@@ -20,7 +20,7 @@ __all__ = ["GatedDeltaNet"]
 
 
 class Decay(Owner):
-    """How much of its memory each head forgets per token. Always float32."""
+    """The decay rate of each head's memory per token. Always float32."""
 
     parameter_dtype = torch.float32
 
@@ -35,7 +35,7 @@ class Decay(Owner):
 
 
 class _WholeParts(MergedLinear):
-    """Parts that are whole on every rank."""
+    """A merged layer whose parts every rank holds as a whole."""
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int) -> None:
         """`stored_heads`: number of heads, if a checkpoint stores the parts by head."""

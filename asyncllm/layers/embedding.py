@@ -44,8 +44,8 @@ def _logits(
     out: Tensor | None,
     tokens: slice | None = None,
 ) -> Tensor:
-    """Return x table^T times scale, or, in float32, softcap * tanh(logits / softcap); in `out` if given. `tokens`: only
-    for these, some of which may be beyond the table."""
+    """Return x table^T times scale, or, in float32, softcap * tanh(logits / softcap), in `out` if given. `tokens`:
+    compute only these columns, some of which may be beyond the table."""
 
     def product(out: Tensor | None) -> Tensor:
         if tokens is None:

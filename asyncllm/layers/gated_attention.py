@@ -61,8 +61,8 @@ class GatedAttention(Attention):
 
 
 class HeadGatedAttention(Attention):
-    """As `Attention`; what each head attends to is multiplied by `activation` of a product of x, of one number for the
-    head or of one for each of its features."""
+    """Like `Attention`; each head's output is multiplied by `activation` of a product of x, with one number per head or
+    one per feature."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class SparseMLP(GatedMLP):
         super().__init__(*sizes, **options)
         self.deviations = deviations
         self.ranks: RankGroup | None = None
-        """Those that have the other features."""
+        """The ranks with the other features."""
 
     def divide(self, group: RankGroup) -> None:
         self.ranks = group

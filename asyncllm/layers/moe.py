@@ -123,7 +123,8 @@ class MoE(Layer):
 
 
 class AveragedMoE(MoE):
-    """As `MoE`; what all tokens take and what each has chosen are averaged, not added up (Command A)."""
+    """Like `MoE`, but the outputs of the shared MLP and of the chosen experts are averaged rather than added (Command
+    A)."""
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
         return super().forward(x, step).mul_(0.5)

@@ -14,8 +14,8 @@ __all__ = ["SinusoidEmbedding"]
 
 
 class SinusoidEmbedding(Embedding):
-    """As `Embedding`, plus sines of the token's position at falling frequencies, then cosines (Vaswani et al., 2017);
-    position p is as p + offset."""
+    """Like `Embedding`, plus sines of the token's position at falling frequencies, then cosines (Vaswani et al., 2017);
+    position p counts as p + offset."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None, offset: int = 0) -> None:
         super().__init__(vocab_size, hidden_size, scale=scale)

@@ -77,7 +77,7 @@ def places_of(group: int) -> Column:
 
 
 class JointTokens(NamedTuple):
-    """Consecutive tokens of a prefill row that all see each other, and the tokens before them."""
+    """Consecutive tokens of a prefill row that all attend to each other, and the tokens before them."""
 
     row: int
     start: int
@@ -143,7 +143,7 @@ class StepInputs:
     num_image_tokens: int | None = None
     """F, if all features belong to the step's own tokens; None for parts of a step made by `select`."""
     joint: Sequence[JointTokens] = ()
-    """Image tokens that see each other. Empty for parts of a step made by `select`."""
+    """Image tokens that attend to each other. Empty for parts of a step made by `select`."""
     adapted: bool = False
     """Whether any token has an adapter, so that layers with adapters have to add theirs."""
     batch_invariant: bool = False

@@ -94,7 +94,7 @@ class Checkpoint:
         self.folder = folder
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType({entry.name: entry for entry in entries})
         self.expanded: Set[str] = frozenset()
-        """Those that the files have in another form."""
+        """Names of the tensors that are stored in another form."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

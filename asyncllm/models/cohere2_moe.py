@@ -1,4 +1,4 @@
-"""Command A+: Command A with experts behind its first layers, beside an MLP that all tokens take."""
+"""Command A+: Command A with experts after its first layers, next to an MLP for all tokens."""
 
 from __future__ import annotations
 

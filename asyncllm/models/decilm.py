@@ -1,5 +1,5 @@
-"""Llama Nemotron Super and Ultra, DeciLM: Llama with KV heads and sizes of MLPs by layer, or one product in the place
-of either, or nothing."""
+"""Llama Nemotron Super and Ultra, DeciLM: Llama with numbers of KV heads and sizes of MLPs per layer, in some of which
+a linear layer, or nothing, replaces attention or the MLP."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WIDTH_UNIT = 256
 
 class DeciConfig(ModelConfig, frozen=True, kw_only=True):
     kv_heads: tuple[int, ...]
-    """Of each layer; LINEAR, or NOTHING."""
+    """Number of KV heads of each layer, or LINEAR or NOTHING."""
     mlp_sizes: tuple[int, ...]
-    """Inner features of each layer; LINEAR, or NOTHING."""
+    """Inner features of each layer's MLP, or LINEAR or NOTHING."""
 
 
 @register(DeciLMForCausalLM="Llama Nemotron 51B, Super 49B, Ultra 253B; DeciLM 7B")
@@ -132,7 +132,7 @@ def _parts(hf: HFConfig, blocks: Any, num_layers: int) -> list[tuple[HFConfig, H
 
 
 def _replaced(part: HFConfig) -> int | None:
-    """Return what stands in the place of attention or of an MLP; None: nothing does."""
+    """Return the replacement of attention or of an MLP, or None without one."""
     if part.flag("no_op", False):
         return NOTHING
     return LINEAR if part.flag("replace_with_linear", False) else None

@@ -15,7 +15,7 @@ from asyncllm.quant.expansion import Expansion
 __all__ = ["ExpandedCheckpoint"]
 
 _BYTES = 4
-"""Of a number of float32."""
+"""Bytes of a float32 number."""
 
 
 class ExpandedCheckpoint(Checkpoint):

@@ -23,7 +23,7 @@ _ROPES = {
 
 class Lfm3Config(Lfm2Config, frozen=True, kw_only=True):
     sandwich: bool
-    """Norms are behind each branch too."""
+    """Whether norms also follow each branch."""
     gated_heads: bool
 
 

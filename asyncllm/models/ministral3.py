@@ -15,7 +15,7 @@ __all__ = ["Ministral3", "growing_queries"]
 
 _QUERY_SCALE = "llama_4_scaling_beta"
 _UNREAD = ("max_position_embeddings",)
-"""What its rope entry repeats of the file's."""
+"""Entries of the rope object that repeat the file's."""
 _USUAL = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, _QUERY_SCALE: 0.1}
 
 

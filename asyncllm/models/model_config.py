@@ -89,8 +89,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...]
     """Per layer, how many of the latest positions a query sees; None: all."""
     chunks: tuple[int | None, ...] = ()
-    """Per layer, the length of the chunks within which tokens see each other; None: the whole context. Empty: no
-    chunks."""
+    """Per layer, the length of the chunks within which tokens attend to each other, or None for the whole context.
+    Empty: no chunks."""
     qkv_bias: bool = False
     out_bias: bool = False
     """Whether attention's output projection has a bias."""

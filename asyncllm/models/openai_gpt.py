@@ -1,4 +1,4 @@
-"""GPT, the first: GPT-2 with its norms behind the additions, and none at the end."""
+"""The first GPT: GPT-2 with norms after the additions, and none at the end."""
 
 from __future__ import annotations
 

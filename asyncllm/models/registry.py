@@ -114,7 +114,7 @@ def described() -> Mapping[str, str]:
 
 
 class ModelOptions(TypedDict, total=False):
-    """Options of a checkpoint besides what its files say. The fields are those of `EngineConfig`."""
+    """Options of a checkpoint in addition to its files. The fields are those of `EngineConfig`."""
 
     session_len: int | None
     """A longrope model uses its long divisors if and only if this exceeds the original context."""

@@ -253,7 +253,7 @@ class _Offer(NamedTuple):
 
 
 class LoadPlan:
-    """Which tensor fills which part of a model. Built from offers, one by one."""
+    """The assignment of tensors to the parts of a model, built from one offer after the other."""
 
     def __init__(self, model: nn.Module, table: WeightMap) -> None:
         self._owners = _owners(model)
@@ -323,7 +323,7 @@ class LoadPlan:
                 raise InvalidCheckpoint(f"{short(name)}: {error}") from None
 
     def incomplete(self) -> list[str]:
-        """Return the missing tensors of parts whose tensors have to come together and of which some have come."""
+        """Return the missing tensors of parts that need several tensors and have received only some."""
         begun = {(path, part, index) for path, (_, part, index) in self._filled}
         return [
             _describe(path, key)

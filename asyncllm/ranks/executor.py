@@ -562,7 +562,7 @@ class _Call(Generic[_Result]):
         self.waits_for = num_ranks
         self.failures: list[Exception] = []
         self.results: set[_Result] = set()
-        """The distinct results of the ranks that return one; only one is valid."""
+        """The distinct results of the ranks that return one."""
 
     def answered(self, failure: Failure | None) -> bool:
         """Record how the call ended for a rank. Return whether that was the last one."""

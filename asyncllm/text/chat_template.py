@@ -378,7 +378,7 @@ class _JinjaRenderer:
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template: JinjaTemplate | PartContents = template
         self._own_places: Mapping[str, str] = {}
-        """What the template writes for images among parts, if it is given texts with marks."""
+        """The template's placeholder for images among parts, if it is given texts with marks."""
         self.variables = template.options
         self.source: str | None = template.source
         self.reads_tools = template.reads_tools

@@ -29,7 +29,7 @@ INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
 """Code Llama's tokens for infilling."""
 END_OF_INFILLING = "\u2581<EOT>"
 CHATGLM_TURNS = ("<|user|>", "<|observation|>")
-"""What ChatGLM3 writes when it hands over to the user or to a tool."""
+"""Tokens with which ChatGLM3 ends its turn, for the user or for a tool."""
 MAX_TOKEN_ID = 2**24 - 1
 """Highest token id. Tables have an entry for each id, so a damaged id must not determine their size."""
 

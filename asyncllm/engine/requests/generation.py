@@ -48,7 +48,7 @@ class Generation(Coroutine[Any, Any, Response]):
         self._response: Response | None = None
         """The answer, once it has been awaited."""
         self._awaiting: Coroutine[Any, Any, Response] | None = None
-        """What a task runs whose coroutine this is."""
+        """The coroutine that runs when a task awaits this object as its own."""
         self.session = session
         """The conversation that this answer is a turn of, if `chat` made it."""
         self.index = index

@@ -93,7 +93,7 @@ class Form(Protocol[_Made]):
 
     @property
     def pooling(self) -> Pooled:
-        """Which hidden states the model side pools, and how."""
+        """The choice of hidden states that the model side pools, and the kind of pooling."""
 
     def of_chunk(self, chunk: Chunk) -> _Made:
         """Return the result for a prompt, from the only chunk of its request."""

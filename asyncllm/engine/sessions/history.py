@@ -20,9 +20,9 @@ class Said(NamedTuple):
     """The prompt of a turn."""
 
     prompt: object
-    """What the user passed."""
+    """The user's input."""
     messages: list[Message] | None = None
-    """The same as messages, with marks in place of images; None if no chat template wrote the prompt."""
+    """The input as messages, with marks instead of images; None if no chat template wrote the prompt."""
     template: ChatTemplate | None = None
     """The chat template that wrote it, the model's or an adapter's, or None."""
 

@@ -39,7 +39,7 @@ class Auth(enum.Enum):
     """The rights required by a route."""
 
     PUBLIC = "public"
-    """None: the server's health is not secret."""
+    """No rights: the server's health is not secret."""
     KEY = "key"
     """One of the server's keys, if it has any."""
     ADMIN = "admin"

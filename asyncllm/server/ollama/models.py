@@ -111,7 +111,7 @@ async def tags(request: web.Request) -> web.Response:
 
 
 async def ps(request: web.Request) -> web.Response:
-    """The same models, all of which are loaded."""
+    """List the same models as loaded, since all of them are."""
     service = service_of(request)
     fields = await asyncio.to_thread(_fields, service)
     on_gpu = service.engine.limits.device != "cpu"

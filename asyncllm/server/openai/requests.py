@@ -142,7 +142,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """Keep as many tokens of each prompt at most; -1: as many as leave room for the answer (vLLM's)."""
     truncation_side: Literal["left", "right"] | None = None
-    """Which end is cut off. By default the left one."""
+    """The end that is cut off, by default the left one."""
 
 
 class EmbeddingRequest(PolicyFields, kw_only=True):

@@ -54,7 +54,7 @@ async def normalised(request: web.Request, messages: list[dict[str, Any]] | str)
 
 
 def _left_out(objects: list[dict[str, Any]], known: Collection[str], where: str) -> list[str]:
-    """Remove the keys that are not known, and return them behind the name of their place."""
+    """Remove unknown keys from `objects`, and return their names after `where`."""
     unknown = [(each, key) for each in objects for key in each if key not in known]
     for each, key in unknown:
         del each[key]

@@ -34,12 +34,12 @@ SECONDS = 10.0
 """Seconds to fetch one image, redirects included."""
 AT_ONCE = 4
 MAX_TOTAL = 2**28
-"""Most bytes of what is fetched for a request."""
+"""Maximum number of bytes fetched for a request."""
 
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 """All that IPv6 has given out so far."""
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-"""Where a network of IPv6 alone reaches IPv4: the last 32 bits are the address."""
+"""The prefix under which an IPv6-only network reaches IPv4: the last 32 bits are the address."""
 _RELAYED = ipaddress.IPv6Network("2002::/16")
 """6to4, whose addresses lead to one of IPv4 within them."""
 _BASE64 = re.compile("[A-Za-z0-9+/]{64}")
@@ -133,7 +133,7 @@ class MediaFetcher:
         self._room = MAX_TOTAL
 
     async def fetch(self, url: str, most: int = MAX_BYTES) -> bytes:
-        """Return what an address gives, at most so many bytes. Raises ApiError 400."""
+        """Return the content of an address, up to a maximum number of bytes. Raises ApiError 400."""
         resolver = _CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._accepts)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         session = aiohttp.ClientSession(connector=connector, headers=_HEADERS, trust_env=False)

@@ -20,7 +20,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     choice: list[str] | None = None
     grammar: str | None = None
     whitespace_pattern: str | None = None
-    """What may stand between JSON's tokens."""
+    """The white space allowed between JSON's tokens."""
     disable_any_whitespace: bool | None = None
     """true: nothing."""
     disable_fallback: bool | None = None

@@ -1,4 +1,4 @@
-"""Prompts of latent attention over keys and values of each head, which lie one row behind the other."""
+"""Prompts of latent attention in expanded form: attention over keys and values of each head, stored row after row."""
 
 from __future__ import annotations
 
