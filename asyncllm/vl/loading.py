@@ -136,7 +136,7 @@ def decode_image(data: bytes) -> Image.Image:
         raise _too_many_pixels("the image") from None
     except UnidentifiedImageError:
         raise InvalidMessage(
-            f"The image's {len(data)} bytes are in no supported format. Send one of: {', '.join(_FORMATS)}."
+            f"The image's {len(data)} bytes are in no format that is supported. Send one of: {', '.join(_FORMATS)}."
         ) from None
     except MemoryError:
         raise

@@ -101,8 +101,8 @@ def _container_of(data: bytes) -> str:
     if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
         return "avi"
     raise InvalidMessage(
-        f"The video's {len(data)} bytes are in no supported container. Send one of: {', '.join(_CONTAINERS)}; or "
-        f"some of its frames as a list."
+        f"The video's {len(data)} bytes are in no container that is supported. Send one of: "
+        f"{', '.join(_CONTAINERS)}; or some of its frames as a list."
     )
 
 

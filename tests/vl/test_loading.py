@@ -120,7 +120,7 @@ def test_what_is_seen_through_is_white(data: bytes) -> None:
     ("data", "error", "says"),
     [
         (b"", InvalidMessage, "no bytes"),
-        (b"nonsense" * 100, InvalidMessage, "no supported format"),
+        (b"nonsense" * 100, InvalidMessage, "no format that is supported"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", UnsupportedFeature, "SVG"),
         (b"\xef\xbb\xbf <?xml version='1.0'?><svg/>", UnsupportedFeature, "SVG"),
         (b"%PDF-1.7", InvalidMessage, "no format"),
