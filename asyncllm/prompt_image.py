@@ -151,7 +151,7 @@ class VideoProcessor(ImageProcessor, Protocol):
 class CuttingProcessor(ImageProcessor, Protocol):
     """The preprocessor of a family that cuts images into tiles if a conversation has few of them."""
 
-    most_cut: int
+    max_cut_images: int
     """Maximum number of images in a conversation for which they are cut."""
 
 

@@ -126,8 +126,8 @@ def _original_llava(fields: _Fields, settings: _Fields, where: str) -> ImageProc
         read = PictureSettings(settings, where)
     pinpoints = [(height, width) for width, height in fields.get("image_grid_pinpoints") or PINPOINTS]
     if str(ratio).startswith("anyres_max_"):
-        most = int(str(ratio).removeprefix("anyres_max_")) * patches**2
-        return OneVisionImages(read, patches=patches, pinpoints=pinpoints, most=most, **same)
+        max_patches = int(str(ratio).removeprefix("anyres_max_")) * patches**2
+        return OneVisionImages(read, patches=patches, pinpoints=pinpoints, max_patches=max_patches, **same)
     if ratio == "anyres":
         return AnyresProcessor(read, patches=patches, pinpoints=pinpoints, **same)
     extra = fields.get("mm_vision_select_feature") == "cls_patch"
@@ -148,7 +148,7 @@ def _onevision(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
         side=vision["image_size"],
         patches=patches,
         pinpoints=fields.get("image_grid_pinpoints") or [(rows, columns) for rows in steps for columns in steps],
-        most=int(tiles) * patches**2,
+        max_patches=int(tiles) * patches**2,
     )
 
 
@@ -292,8 +292,8 @@ def _aya_vision(
         after=(),
         side=side,
         tokens=(side // vision["patch_size"] // fields.get("downsample_factor", 2)) ** 2,
-        least=settings.get("min_patches") or 1,
-        most=settings.get("max_patches") or 12,
+        min_tiles=settings.get("min_patches") or 1,
+        max_tiles=settings.get("max_patches") or 12,
     )
 
 
@@ -308,8 +308,8 @@ def _got_ocr2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         after=(),
         side=side,
         tokens=(side // vision["patch_size"] // 4) ** 2,
-        least=settings.get("min_patches") or 1,
-        most=(settings.get("max_patches") or 12) if settings.get("crop_to_patches") else 1,
+        min_tiles=settings.get("min_patches") or 1,
+        max_tiles=(settings.get("max_patches") or 12) if settings.get("crop_to_patches") else 1,
     )
 
 
@@ -341,8 +341,8 @@ def _ovis2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         after=(),
         side=side,
         tokens=(patches // vision.integer("hidden_stride", 1)) ** 2,
-        least=read.integer("min_patches", 1, maximum=128),
-        most=read.integer("max_patches", 12, maximum=128) if settings.get("crop_to_patches") else 1,
+        min_tiles=read.integer("min_patches", 1, maximum=128),
+        max_tiles=read.integer("max_patches", 12, maximum=128) if settings.get("crop_to_patches") else 1,
         covering=settings.get("use_covering_area_grid", True) is not False,
     )
 
@@ -424,8 +424,8 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         after=frame[1] if frame else (),
         side=side,
         tokens=(side // patch // 2) ** 2,
-        least=fields.get("min_dynamic_patch") or settings.get("min_patches") or 1,
-        most=(fields.get("max_dynamic_patch") or settings.get("max_patches") or 12)
+        min_tiles=fields.get("min_dynamic_patch") or settings.get("min_patches") or 1,
+        max_tiles=(fields.get("max_dynamic_patch") or settings.get("max_patches") or 12)
         if fields["dynamic_image_size"]
         else 1,
         thumbnail=fields["use_thumbnail"],
@@ -435,7 +435,6 @@ def _intern(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
 HALVES = (0.5, 0.5, 0.5)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PINPOINTS = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
-
 
 _omni_2_5 = partial(_omni, marks=("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"))
 _omni_3 = partial(_omni, marks=("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"))

@@ -121,8 +121,8 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
         return SqueezedProcessor(PictureSettings(settings, where), length=patches**2, **same)
     read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
     if kind == "4khd":
-        return HdProcessor(read, tokens=patches // 2, most=25, **same)
-    return XComposer25Processor(read, tokens=patches // 2, most=24, few=6, **same)
+        return HdProcessor(read, tokens=patches // 2, max_tiles=25, **same)
+    return XComposer25Processor(read, tokens=patches // 2, max_tiles=24, few_tiles=6, **same)
 
 
 def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -130,7 +130,8 @@ def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     if settings.get("pad_input", False) is not True:
         raise UnsupportedModel(f"{where}: pad_input is not true, and cut images are not implemented.")
     token_id = token_id_of(fields, "media_placeholder_token_id", 163605)
-    return KimiVlProcessor(read, token_id=token_id, most=read.integer("in_token_limit", 4096), **_moonvit(fields))
+    max_patches = read.integer("in_token_limit", 4096)
+    return KimiVlProcessor(read, token_id=token_id, max_patches=max_patches, **_moonvit(fields))
 
 
 def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
@@ -145,7 +146,7 @@ def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     return KimiK25Processor(
         read,
         token_id=token_id_of(fields, key, 163605),
-        most=read.integer("max_patches", 16384),
+        max_patches=read.integer("max_patches", 16384),
         longest=read.integer("longest", 512, maximum=2**12),
         **_moonvit(fields),
     )
@@ -211,7 +212,7 @@ def _molmo(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         token_id=fallback_token_id(folder),
         placeholder=fallback_token(folder),
         grid=crop_grid(molmo_tower(fields), read),
-        most=read.integer("max_crops", 12, maximum=256),
+        max_crops=read.integer("max_crops", 12, maximum=256),
     )
 
 
@@ -229,7 +230,7 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         after=[token_id_of(fields, "bos_token_id", 1)] if begins else (),
         side=vision["image_size"],
         tokens=vision["image_size"] // vision["patch_size"] // 2,
-        most=read.integer("num_crops", 1, maximum=256),
+        max_tiles=read.integer("num_crops", 1, maximum=256),
     )
 
 
@@ -246,7 +247,7 @@ def _phi4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
         side=side,
         tokens=side // patch // 2,
         patch=patch,
-        most=read.integer("dynamic_hd", 36, maximum=256),
+        max_tiles=read.integer("dynamic_hd", 36, maximum=256),
     )
 
 

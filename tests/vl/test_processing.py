@@ -110,7 +110,7 @@ def test_lines_are_prepared_or_refused(kind: str) -> None:
     "kind",
     [
         partial(CenterProcessor, length=1, side=336),
-        partial(KimiVlProcessor, patch=14, merge=2, most=4096),
+        partial(KimiVlProcessor, patch=14, merge=2, max_patches=4096),
     ],
 )
 def test_a_line_is_not_blown_up(kind: Any) -> None:

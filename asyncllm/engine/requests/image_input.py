@@ -69,7 +69,7 @@ class ImageInput:
         cutting = self._processor
         if (
             isinstance(cutting, CuttingProcessor)
-            and before + sum(not source.is_video for source in sources) > cutting.most_cut
+            and before + sum(not source.is_video for source in sources) > cutting.max_cut_images
         ):
             usual = {**usual, "detail": "low"}
         images = [await self._prepared(source, usual, owner, options.cache_salt) for source in sources]

@@ -60,7 +60,7 @@ def read_onevision(hf: HFConfig) -> Composed:
     parts = read_llava(hf, tiled=True, usual="qwen2", tower="siglip_vision_model")
     vision = parts.vision
     assert isinstance(vision, LlavaConfig)
-    return parts._replace(vision=msgspec.structs.replace(vision, most=int(tiles) * vision.encoder.side**2))
+    return parts._replace(vision=msgspec.structs.replace(vision, max_patches=int(tiles) * vision.encoder.side**2))
 
 
 def read_deepseek_vl(hf: HFConfig) -> Composed:

@@ -48,16 +48,16 @@ def unpadded(size: Size, grid: Size) -> tuple[int, int, int, int]:
     return 0, padding, rows, columns - 2 * padding
 
 
-def shrunk(grid: Size, most: int | None) -> Size:
-    """Return the rows and columns to which a grid of patches is reduced if it has more than about `most`
+def shrunk(grid: Size, max_patches: int | None) -> Size:
+    """Return the rows and columns to which a grid of patches is reduced if it has more than about `max_patches`
     (LLaVA-OneVision)."""
-    ratio = 0.0 if most is None else math.sqrt(grid[0] * grid[1] / most)
+    ratio = 0.0 if max_patches is None else math.sqrt(grid[0] * grid[1] / max_patches)
     return (int(grid[0] // ratio), int(grid[1] // ratio)) if ratio > 1.1 else grid
 
 
-def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int, most: int | None = None) -> int:
+def num_tokens(size: Size, pinpoints: Sequence[Size], tile: int, side: int, max_patches: int | None = None) -> int:
     """Return the number of tokens of an image: those of the downscaled whole, and those of the tiles with a newline
-    for each row. `side`: patches along a side of a tile. `most`: as in `shrunk`."""
+    for each row. `side`: patches along a side of a tile. `max_patches`: as in `shrunk`."""
     rows, columns = grid_of(size, pinpoints, tile)
-    height, width = shrunk(unpadded(size, (rows * side, columns * side))[2:], most)
+    height, width = shrunk(unpadded(size, (rows * side, columns * side))[2:], max_patches)
     return side * side + height * (width + 1)

@@ -77,12 +77,12 @@ class AnyresProcessor(CenterProcessor):
         side: int,
         patches: int,
         pinpoints: Sequence[tuple[int, int]],
-        most: int | None = None,
+        max_patches: int | None = None,
     ) -> None:
         """`patches`: patches along a side of the tower's pictures. `pinpoints`: the possible heights and widths.
-        `most`: maximum number of patches of all tiles, as in `anyres.shrunk`."""
+        `max_patches`: maximum number of patches of all tiles, as in `anyres.shrunk`."""
         super().__init__(settings, token_id=token_id, placeholder=placeholder, length=0, side=side)
-        self._most = most
+        self._max_patches = max_patches
         self._tile, self._patches, self._pinpoints = side, patches, pinpoints
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -99,7 +99,7 @@ class AnyresProcessor(CenterProcessor):
         tiles = crops_of(canvas, step, step)
         pixels = self.settings.numbers(np.stack([np.asarray(self.squared(each)) for each in (whole, *tiles)]))
         return PromptImage(
-            length=num_tokens(size, self._pinpoints, self._tile, self._patches, self._most),
+            length=num_tokens(size, self._pinpoints, self._tile, self._patches, self._max_patches),
             digest=digest_of(size, pixels=pixels),
             pixels=pixels,
             size=size,

@@ -17,7 +17,7 @@ from asyncllm.vl.processing.tiles import tile_grid
 
 __all__ = ["DeepseekOcrProcessor"]
 
-LEAST, MOST = 2, 9
+MIN_TILES, MAX_TILES = 2, 9
 """Minimum and maximum number of tiles of an image that is tiled."""
 GREY = (127, 127, 127)
 
@@ -48,7 +48,7 @@ class DeepseekOcrProcessor(ImageProcessor):
         pictures, rows, columns = [self.settings.numbers(whole).ravel()], 0, 0
         length = self._tokens * (self._tokens + 1) + 1
         if max(loaded.size) > tile:
-            columns, rows = tile_grid(loaded.width, loaded.height, tile, LEAST, MOST)
+            columns, rows = tile_grid(loaded.width, loaded.height, tile, MIN_TILES, MAX_TILES)
             tiles = cut_tiles(resized(loaded, rows * tile, columns * tile, resample), tile)
             pictures.append(self.settings.numbers(tiles).ravel())
             length += rows * self._tile_tokens * (columns * self._tile_tokens + 1)

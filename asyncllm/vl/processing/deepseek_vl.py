@@ -23,12 +23,12 @@ class DeepseekVlProcessor(CenterProcessor):
     """The whole image, padded to a square with the mean colour."""
 
     def squared(self, image: Image.Image) -> Image.Image:
-        edge, least, longest = self.edge, self.settings.integer("min_size", 14), max(image.size)
+        edge, min_side, longest = self.edge, self.settings.integer("min_size", 14), max(image.size)
         if self.settings.fields.get("image_processor_type") == "VLMImageProcessor":
             # The authors' processor rounds down.
-            width, height = (max(int(each / longest * edge), least) for each in image.size)
+            width, height = (max(int(each / longest * edge), min_side) for each in image.size)
         else:
-            width, height = (max(round(each * (edge / longest)), least) for each in image.size)
+            width, height = (max(round(each * (edge / longest)), min_side) for each in image.size)
         side = max(width, height)
         canvas = Image.new("RGB", (side, side), self.settings.background)
         canvas.paste(resized(image, height, width, self.settings.resample), ((side - width) // 2, (side - height) // 2))
@@ -73,7 +73,7 @@ class DeepseekVl2Processor(ImageProcessor):
     """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, and its tiles in the best candidate
     shape, all padded with the mean colour. In a conversation of many images each has a single tile."""
 
-    most_cut = 2
+    max_cut_images = 2
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Gemma3Processor(ImageProcessor):
         self._edge = settings.side("size", side)
         self._crops = settings.fields.get("do_pan_and_scan") is True
         self._min_side = settings.integer("pan_and_scan_min_crop_size", 256)
-        self._most = settings.integer("pan_and_scan_max_num_crops", 4, maximum=64)
+        self._max_crops = settings.integer("pan_and_scan_max_num_crops", 4, maximum=64)
         self._min_ratio = settings.number("pan_and_scan_min_ratio_to_activate", 1.2)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -56,7 +56,7 @@ class Gemma3Processor(ImageProcessor):
         long, short = max(image.size), min(image.size)
         if long / short < self._min_ratio:
             return []
-        count = min(max(2, min(long // self._min_side, math.floor(long / short + 0.5))), self._most)
+        count = min(max(2, min(long // self._min_side, math.floor(long / short + 0.5))), self._max_crops)
         step = math.ceil(long / count)
         if min(step, short) < self._min_side:
             return []

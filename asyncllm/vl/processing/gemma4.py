@@ -34,8 +34,8 @@ class Gemma4Processor(ImageProcessor):
         self.before, self.after = before, after
         self.patch = settings.integer("patch_size", 16, maximum=1024)
         self.pool = settings.integer("pooling_kernel_size", 3, maximum=64)
-        self.most = settings.integer("max_soft_tokens", 280, maximum=2**14)
-        self.joint = self.most if sees_whole else 0
+        self.max_tokens = settings.integer("max_soft_tokens", 280, maximum=2**14)
+        self.joint = self.max_tokens if sees_whole else 0
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
@@ -55,13 +55,13 @@ class Gemma4Processor(ImageProcessor):
     def _squares(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of squares. Raises InvalidMessage if the image is too narrow for them."""
         side = self.patch * self.pool
-        factor = math.sqrt(self.most * self.pool**2 * self.patch**2 / (height * width))
+        factor = math.sqrt(self.max_tokens * self.pool**2 * self.patch**2 / (height * width))
         rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
         if rows == 0:
-            columns = min(width // height, self.most)
+            columns = min(width // height, self.max_tokens)
         elif columns == 0:
-            rows = min(height // width, self.most)
+            rows = min(height // width, self.max_tokens)
         rows, columns = max(rows, 1), max(columns, 1)
-        if rows * columns > self.most:
+        if rows * columns > self.max_tokens:
             raise InvalidMessage(f"The image of {width} x {height} is too narrow for this model. Cut it into several.")
         return rows, columns

@@ -41,17 +41,17 @@ class HdProcessor(ImageProcessor):
         after: Sequence[int] = (),
         side: int,
         tokens: int,
-        most: int,
+        max_tiles: int,
     ) -> None:
-        """`side`: the side of a tile in pixels. `tokens`: tokens along that side. `most`: maximum number of tiles of an
-        image, without the whole."""
+        """`side`: the side of a tile in pixels. `tokens`: tokens along that side. `max_tiles`: maximum number of tiles
+        of an image, without the whole."""
         self.settings, self.token_id, self.placeholder, self.after = settings, token_id, placeholder, after
-        self._side, self._tokens, self._most = side, tokens, most
+        self._side, self._tokens, self._max_tiles = side, tokens, max_tiles
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        most = self._most_tiles(options)
+        max_tiles = self._tile_limit(options)
         loaded, side = load_image(image), self._side
-        canvas = self._canvas(loaded, most)
+        canvas = self._canvas(loaded, max_tiles)
         numbers = self.settings.numbers(np.asarray(canvas))
         rows, columns = canvas.height // side, canvas.width // side
         tiles = numbers.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
@@ -64,23 +64,23 @@ class HdProcessor(ImageProcessor):
             tiles=(rows, columns),
         )
 
-    def _most_tiles(self, options: Mapping[str, Any]) -> int:
+    def _tile_limit(self, options: Mapping[str, Any]) -> int:
         """Return the maximum number of tiles for the options of an image. Raises InvalidParameter."""
         refuse_options(options)
-        return self._most
+        return self._max_tiles
 
-    def _columns(self, width: int, most: int) -> int:
-        """Return the number of tiles, up to `most`, along the longer side of an image of this width."""
-        return most
+    def _columns(self, width: int, max_tiles: int) -> int:
+        """Return the number of tiles, up to `max_tiles`, along the longer side of an image of this width."""
+        return max_tiles
 
-    def _canvas(self, image: Image.Image, most: int) -> Image.Image:
+    def _canvas(self, image: Image.Image, max_tiles: int) -> Image.Image:
         """Return the image, scaled and padded to whole tiles. An upright image is transposed meanwhile, as in the
         authors' code, which decides how sizes are rounded."""
         upright = image.width < image.height
         if upright:
             image = image.transpose(Image.Transpose.TRANSPOSE)
         ratio, columns = image.width / image.height, 1
-        while (columns + 1) * math.ceil((columns + 1) / ratio) <= most:
+        while (columns + 1) * math.ceil((columns + 1) / ratio) <= max_tiles:
             columns += 1
         columns = self._columns(image.width, columns)
         width = columns * self._side
@@ -102,16 +102,16 @@ class HdProcessor(ImageProcessor):
 class XComposer25Processor(HdProcessor):
     """Does not enlarge images beyond whole tiles, and uses fewer tiles in a conversation of several images."""
 
-    most_cut = 1
+    max_cut_images = 1
 
-    def __init__(self, settings: PictureSettings, *, few: int, **rest: Any) -> None:
-        """`few`: maximum number of tiles of an image that is one of several, or whose `detail` is low."""
+    def __init__(self, settings: PictureSettings, *, few_tiles: int, **rest: Any) -> None:
+        """`few_tiles`: maximum number of tiles of an image that is one of several, or whose `detail` is low."""
         super().__init__(settings, **rest)
-        self._few = few
+        self._few_tiles = few_tiles
 
-    def _most_tiles(self, options: Mapping[str, Any]) -> int:
+    def _tile_limit(self, options: Mapping[str, Any]) -> int:
         refuse_options(options, "detail")
-        return self._few if is_low(options) else self._most
+        return self._few_tiles if is_low(options) else self._max_tiles
 
-    def _columns(self, width: int, most: int) -> int:
-        return min(math.ceil(width / self._side), most)
+    def _columns(self, width: int, max_tiles: int) -> int:
+        return min(math.ceil(width / self._side), max_tiles)

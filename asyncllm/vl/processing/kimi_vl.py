@@ -27,22 +27,22 @@ class KimiVlProcessor(ImageProcessor):
     """Pixels [patches, 3, patch * patch], ordered by the squares of patches that become a token each."""
 
     placeholder = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
-    most_side = MAX_SIDE
+    max_side = MAX_SIDE
     """Maximum number of patches along a side of an image."""
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int) -> None:
-        """`merge`: patches along a side of a square. `most`: maximum number of patches of an image."""
+    def __init__(self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, max_patches: int) -> None:
+        """`merge`: patches along a side of a square. `max_patches`: maximum number of patches of an image."""
         self.settings, self.token_id, self._patch, self._merge = settings, token_id, patch, merge
-        self._most = most
+        self._max_patches = max_patches
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
         loaded, patch, merge = load_image(image), self._patch, self._merge
         canvas = self._canvas(loaded)
         rows, columns = (each // (patch * merge) for each in (canvas.height, canvas.width))
-        if max(rows, columns) * merge > self.most_side:
+        if max(rows, columns) * merge > self.max_side:
             raise InvalidMessage(
-                f"The image of {loaded.width} x {loaded.height} has more than {self.most_side} patches along a side. "
+                f"The image of {loaded.width} x {loaded.height} has more than {self.max_side} patches along a side. "
                 f"Cut it into several."
             )
         numbers = self.settings.numbers(np.asarray(canvas))
@@ -58,8 +58,8 @@ class KimiVlProcessor(ImageProcessor):
 
     def _canvas(self, image: Image.Image) -> Image.Image:
         patches = (image.width // self._patch) * (image.height // self._patch)
-        if patches > self._most:
-            scale = math.sqrt(self._most / patches)
+        if patches > self._max_patches:
+            scale = math.sqrt(self._max_patches / patches)
             width, height = max(1, int(image.width * scale)), max(1, int(image.height * scale))
             image = resized(image, height, width, self.settings.resample)
         return self._filled(image)
@@ -77,15 +77,15 @@ class KimiK25Processor(KimiVlProcessor):
     placeholder = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
     def __init__(
-        self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, most: int, longest: int
+        self, settings: PictureSettings, *, token_id: int, patch: int, merge: int, max_patches: int, longest: int
     ) -> None:
         """`longest`: maximum number of patches along a side."""
-        super().__init__(settings, token_id=token_id, patch=patch, merge=merge, most=most)
-        self._longest, self.most_side = longest, -(-longest // merge) * merge
+        super().__init__(settings, token_id=token_id, patch=patch, merge=merge, max_patches=max_patches)
+        self._longest, self.max_side = longest, -(-longest // merge) * merge
 
     def _canvas(self, image: Image.Image) -> Image.Image:
         patch, side = self._patch, self._longest * self._patch
         patches = max(1, image.width // patch) * max(1, image.height // patch)
-        scale = min(1.0, math.sqrt(self._most / patches), side / image.height, side / image.width)
+        scale = min(1.0, math.sqrt(self._max_patches / patches), side / image.height, side / image.width)
         width, height = (min(max(1, int(each * scale)), side) for each in image.size)
         return self._filled(resized(image, height, width, self.settings.resample))

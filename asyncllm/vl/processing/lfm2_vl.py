@@ -83,16 +83,16 @@ class Lfm2VlProcessor(ImageProcessor):
 
     def _size(self, image: Image.Image) -> tuple[int, int]:
         """Return the height and width in whole squares, within the bounds of tokens."""
-        least, most = (tokens * self._square**2 for tokens in self._bounds)
+        min_pixels, max_pixels = (tokens * self._square**2 for tokens in self._bounds)
         sides, area = (image.height, image.width), image.height * image.width
         height, width = (max(self._square, round(side / self._square) * self._square) for side in sides)
-        if height * width > most:
-            scale = math.sqrt(area / most)
+        if height * width > max_pixels:
+            scale = math.sqrt(area / max_pixels)
             height, width = (
                 max(self._square, math.floor(side / scale / self._square) * self._square) for side in sides
             )
-        elif height * width < least:
-            scale = math.sqrt(least / area)
+        elif height * width < min_pixels:
+            scale = math.sqrt(min_pixels / area)
             height, width = (math.ceil(side * scale / self._square) * self._square for side in sides)
         return height, width
 

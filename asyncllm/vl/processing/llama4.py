@@ -35,14 +35,14 @@ class Llama4Processor(ImageProcessor):
         """`tokens`: tokens of a tile."""
         self.settings, self.token_id, self._tokens = settings, token_id, tokens
         self._side = settings.side("size", 336)
-        self._most = settings.integer("max_patches", 16, maximum=MAX_TILES)
+        self._max_tiles = settings.integer("max_patches", 16, maximum=MAX_TILES)
         self._largest = settings.fields.get("resize_to_max_canvas", False) is True
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
         loaded, side, resample = load_image(image), self._side, self.settings.resample
         size = (loaded.height, loaded.width)
-        rows, columns = _canvas(size, side, self._most, self._largest)
+        rows, columns = _canvas(size, side, self._max_tiles, self._largest)
         bounds = (rows * side, columns * side)
         if not self._largest:
             # Small images are enlarged up to one tile only.
@@ -77,22 +77,22 @@ def _rounded(values: Pixels) -> Pixels:
 
 
 @lru_cache(8)
-def _canvases(most: int) -> Sequence[tuple[int, int]]:
-    """Return the (rows, columns) with up to `most` tiles: the largest first, those of equal ratio together."""
+def _canvases(max_tiles: int) -> Sequence[tuple[int, int]]:
+    """Return the (rows, columns) with up to `max_tiles` tiles: the largest first, those of equal ratio together."""
     by_ratio: dict[float, list[tuple[int, int]]] = {}
-    for count in range(most, 0, -1):
+    for count in range(max_tiles, 0, -1):
         for rows in (each for each in range(1, count + 1) if count % each == 0):
             by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
     return [each for shapes in by_ratio.values() for each in shapes]
 
 
-def _canvas(size: tuple[int, int], side: int, most: int, largest: bool) -> tuple[int, int]:
+def _canvas(size: tuple[int, int], side: int, max_tiles: int, largest: bool) -> tuple[int, int]:
     """Return the rows and columns of tiles that enlarge the image least (most, for `largest`) without shrinking it, or
     shrink it least if all do. Among equal ones the smallest is chosen."""
     height, width = np.float32(size[0]), np.float32(size[1])
     scales = {
         (rows, columns): float(min(np.float32(rows * side) / height, np.float32(columns * side) / width))
-        for rows, columns in _canvases(most)
+        for rows, columns in _canvases(max_tiles)
     }
     enlarging = [scale for scale in scales.values() if scale >= 1]
     chosen = (max if largest else min)(enlarging) if enlarging else max(scales.values())

@@ -36,7 +36,7 @@ class MiniCpmVProcessor(ImageProcessor):
         self._patch = settings.integer("patch_size", 14, maximum=1024)
         self._side = settings.integer("scale_resolution", 448, maximum=2**14)
         cuts = settings.fields.get("slice_mode", True) is not False
-        self._most = settings.integer("max_slice_nums", 9, maximum=MAX_SLICES) if cuts else 1
+        self._max_slices = settings.integer("max_slice_nums", 9, maximum=MAX_SLICES) if cuts else 1
         self.placeholder = self._text(0, 0)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
@@ -65,10 +65,10 @@ class MiniCpmVProcessor(ImageProcessor):
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the columns and rows of slices, or (0, 0) for an image no larger than one slice."""
-        count = min(math.ceil(width * height / self._side**2), self._most)
+        count = min(math.ceil(width * height / self._side**2), self._max_slices)
         if count <= 1:
             return 0, 0
-        counts = [each for each in (count - 1, count, count + 1) if 1 < each <= self._most]
+        counts = [each for each in (count - 1, count, count + 1) if 1 < each <= self._max_slices]
         grids = [(columns, each // columns) for each in counts for columns in range(1, each + 1) if each % columns == 0]
         ratio = math.log(width / height)
         return min(grids, key=lambda grid: abs(ratio - math.log(grid[0] / grid[1])))

@@ -45,13 +45,13 @@ class CropGrid(NamedTuple):
         rows, columns = ((count * self.step + self.before + self.after) * self.patch for count in tiles)
         return rows, columns
 
-    def tiles(self, size: Size, most: int) -> Size:
-        """Return the rows and columns of up to `most` crops: those that enlarge the image least, or shrink it least if
-        all do.
+    def tiles(self, size: Size, max_crops: int) -> Size:
+        """Return the rows and columns of up to `max_crops` crops: those that enlarge the image least, or shrink it
+        least if all do.
 
         As in the authors' code, margins are subtracted from both sizes and numbers are float32, so that the ratio of an
         image smaller than its margins is negative."""
-        shapes = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
+        shapes = [(rows, columns) for rows in range(1, max_crops + 1) for columns in range(1, max_crops // rows + 1)]
         shapes.sort(key=lambda each: (each[0] * each[1], each[0]))
         margin, step = (self.before + self.after) * self.patch, self.step * self.patch
         inner = np.array([each - margin for each in size], np.float32)
@@ -122,17 +122,17 @@ class MolmoProcessor(ImageProcessor):
     """Pixels [1 + rows * columns, 3, side, side]: the downscaled whole image, then its crops, padded with black."""
 
     def __init__(
-        self, settings: PictureSettings, *, token_id: int, placeholder: str, grid: CropGrid, most: int
+        self, settings: PictureSettings, *, token_id: int, placeholder: str, grid: CropGrid, max_crops: int
     ) -> None:
-        """`most`: maximum number of crops of an image, without the whole."""
+        """`max_crops`: maximum number of crops of an image, without the whole."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
-        self._grid, self._most = grid, most
+        self._grid, self._max_crops = grid, max_crops
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
         loaded, grid = load_image(image), self._grid
         size = (loaded.height, loaded.width)
-        tiles = grid.tiles(size, self._most)
+        tiles = grid.tiles(size, self._max_crops)
         whole = self._placed(loaded, (grid.side, grid.side))
         crops = grid.cropped(self._placed(loaded, grid.canvas(tiles)), grid.step * grid.patch, grid.side)
         pixels = np.concatenate([whole[None], crops])

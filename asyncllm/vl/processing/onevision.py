@@ -25,7 +25,7 @@ class OneVisionImages(AnyresProcessor):
     """In a conversation of several images each is padded to a square with the mean colour and not tiled. A newline
     token follows each image."""
 
-    most_cut = 1
+    max_cut_images = 1
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, "detail")

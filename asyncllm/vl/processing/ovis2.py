@@ -29,9 +29,9 @@ class Ovis2Processor(TileProcessor):
         self._covering = covering
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        most = self._most_tiles(options)
+        max_tiles = self._tile_limit(options)
         loaded, side, resample = load_image(image), self._side, self.settings.resample
-        columns, rows = self._grid(loaded.width, loaded.height, most) if most > 1 else (1, 1)
+        columns, rows = self._grid(loaded.width, loaded.height, max_tiles) if max_tiles > 1 else (1, 1)
         tiles = np.asarray(resized(loaded, side, side, resample))[None]
         if rows * columns > 1:
             tiles = np.concatenate([tiles, cut_tiles(resized(loaded, rows * side, columns * side, resample), side)])
@@ -45,12 +45,12 @@ class Ovis2Processor(TileProcessor):
             tiles=(rows, columns),
         )
 
-    def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
+    def _grid(self, width: int, height: int, max_tiles: int) -> tuple[int, int]:
         """Return columns and rows. If the grid is chosen by area, transformers takes rows for columns, which is
         reproduced here."""
         if not self._covering:
-            return super()._grid(width, height, most)
-        shown = [(shape, _shown(width, height, shape, self._side)) for shape in tile_shapes(1, most)]
+            return super()._grid(width, height, max_tiles)
+        shown = [(shape, _shown(width, height, shape, self._side)) for shape in tile_shapes(1, max_tiles)]
         enough = [each for each in shown if each[1] > ENOUGH]
         if enough:
             return min(enough, key=lambda each: (each[0][0] * each[0][1], -each[1]))[0]

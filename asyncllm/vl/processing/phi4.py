@@ -19,7 +19,7 @@ from asyncllm.vl.processing.tiles import tile_grid
 
 __all__ = ["Phi4Processor"]
 
-LEAST = 10
+MIN_SIDE = 10
 """Minimum number of pixels along a side of a scaled image."""
 
 
@@ -49,13 +49,13 @@ class Phi4Processor(HdProcessor):
         digest = tiled.digest + b"%d,%d" % (rows, columns)
         return msgspec.structs.replace(tiled, length=length, digest=digest, pictures=((rows, columns),))
 
-    def _canvas(self, image: Image.Image, most: int) -> Image.Image:
+    def _canvas(self, image: Image.Image, max_tiles: int) -> Image.Image:
         side = self._side
         columns, rows = math.ceil(image.width / side), math.ceil(image.height / side)
-        if columns * rows > most:
-            columns, rows = tile_grid(image.width, image.height, side, 1, most)
+        if columns * rows > max_tiles:
+            columns, rows = tile_grid(image.width, image.height, side, 1, max_tiles)
         height, width = _fitted((image.height, image.width), (rows * side, columns * side))
-        if min(height, width) < LEAST:
+        if min(height, width) < MIN_SIDE:
             raise InvalidMessage(
                 f"The image of {image.width} x {image.height} is so long that this model's preparation makes {width} x "
                 f"{height} pixels of it. Cut it into several."

@@ -29,13 +29,13 @@ class PixtralProcessor(ImageProcessor):
         `placeholder` other than [IMG] stands for all rows together."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self._merge, self._step = merge, patch * merge
-        self._most = settings.longest("size", 1024)
+        self._longest = settings.longest("size", 1024)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
         loaded = load_image(image)
         step = self._step
-        ratio = max(1.0, max(loaded.size) / self._most)
+        ratio = max(1.0, max(loaded.size) / self._longest)
         columns, rows = (max(math.ceil(math.floor(each / ratio) / step), 1) for each in loaded.size)
         scaled = resized(loaded, rows * step, columns * step, self.settings.resample)
         pixels = self.settings.numbers(np.asarray(scaled)[None])

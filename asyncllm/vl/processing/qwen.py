@@ -49,16 +49,17 @@ class QwenProcessor(ImageProcessor):
         self.patch = settings.integer("patch_size", 14, maximum=1024)
         self.merge = settings.integer("merge_size", 2, maximum=64)
         size = settings.fields.get("size") or {}
-        least = size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
-        most = size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
-        self._min_pixels, self._max_pixels = settings.integer("min_pixels", least), settings.integer("max_pixels", most)
+        min_pixels = size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
+        max_pixels = size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
+        self._min_pixels = settings.integer("min_pixels", min_pixels)
+        self._max_pixels = settings.integer("max_pixels", max_pixels)
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, "min_pixels", "max_pixels")
-        least, most = self.bounds(options)
+        min_pixels, max_pixels = self.bounds(options)
         loaded = load_image(image)
         patch, merge = self.patch, self.merge
-        height, width = self._size(loaded.height, loaded.width, least, most)
+        height, width = self._size(loaded.height, loaded.width, min_pixels, max_pixels)
         patches = cut_squares(resized(loaded, height, width, self.settings.resample), patch, merge)
         rows, columns = height // patch // merge, width // patch // merge
         return PromptImage(
@@ -76,9 +77,9 @@ class QwenProcessor(ImageProcessor):
             self._bound(options, "max_pixels", self._max_pixels),
         )
 
-    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    def _size(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         """Return the height and width to which an image is scaled, within these bounds of pixels."""
-        return whole_squares(height, width, self.patch * self.merge, least, most)
+        return whole_squares(height, width, self.patch * self.merge, min_pixels, max_pixels)
 
     def _bound(self, options: Mapping[str, Any], name: str, usual: int) -> int:
         """Return a bound, which an image's options may narrow. Raises InvalidParameter."""
@@ -111,20 +112,20 @@ class Glm4vProcessor(QwenProcessor):
         super().__init__(settings, token_id=token_id, placeholder=placeholder)
         self._frames = settings.integer("temporal_patch_size", 2, maximum=64)
 
-    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    def _size(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         factor, short = self.patch * self.merge, min(height, width)
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
-        return whole_squares(height, width, factor, least / self._frames, most / self._frames)
+        return whole_squares(height, width, factor, min_pixels / self._frames, max_pixels / self._frames)
 
 
 class PaddleOcrVlProcessor(QwenProcessor):
     """A small image is first enlarged to a square of patches along each side (PaddleOCR-VL)."""
 
-    def _size(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    def _size(self, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         factor = self.patch * self.merge
         if height < factor:
             height, width = factor, round(width * factor / height)
         if width < factor:
             height, width = round(height * factor / width), factor
-        return whole_squares(height, width, factor, least, most)
+        return whole_squares(height, width, factor, min_pixels, max_pixels)

@@ -33,31 +33,31 @@ FRAMES = 8
 
 
 @lru_cache(8)
-def tile_shapes(least: int, most: int) -> Sequence[tuple[int, int]]:
-    """Return the (columns, rows) of all grids with `least` to `most` tiles, the smallest first."""
-    shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
-    return sorted((each for each in shapes if each[0] * each[1] >= least), key=lambda each: each[0] * each[1])
+def tile_shapes(min_tiles: int, max_tiles: int) -> Sequence[tuple[int, int]]:
+    """Return the (columns, rows) of all grids with `min_tiles` to `max_tiles` tiles, the smallest first."""
+    shapes = [(columns, rows) for columns in range(1, max_tiles + 1) for rows in range(1, max_tiles // columns + 1)]
+    return sorted((each for each in shapes if each[0] * each[1] >= min_tiles), key=lambda each: each[0] * each[1])
 
 
-def tile_grid(width: int, height: int, tile: int, least: int, most: int) -> tuple[int, int]:
+def tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
     """Return the columns and rows whose ratio is nearest to the image's. Among equal ratios, a larger grid is chosen
     only if the image fills more than half of its area."""
     best, nearest = (1, 1), float("inf")
-    for columns, rows in tile_shapes(least, most):
+    for columns, rows in tile_shapes(min_tiles, max_tiles):
         away = abs(width / height - columns / rows)
         if away < nearest or (away == nearest and width * height > 0.5 * tile * tile * columns * rows):
             best, nearest = (columns, rows), away
     return best
 
 
-def roomy_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
+def roomy_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[int, int]:
     """Return the columns and rows of the smallest grid that fits the image without shrinking it, or of the one that
     shrinks it least."""
 
     def scale(shape: tuple[int, int]) -> float:
         return min(shape[0] * tile / width, shape[1] * tile / height)
 
-    shapes = tile_shapes(1, most)
+    shapes = tile_shapes(1, max_tiles)
     roomy = [each for each in shapes if scale(each) >= 1]
     return min(roomy, key=scale) if roomy else max(shapes, key=scale)
 
@@ -75,21 +75,22 @@ class TileProcessor(ImageProcessor):
         after: Sequence[int],
         side: int,
         tokens: int,
-        least: int,
-        most: int,
+        min_tiles: int,
+        max_tiles: int,
         thumbnail: bool = True,
     ) -> None:
-        """`side`: the side of a tile in pixels. `tokens`: tokens of a tile. `least` and `most`: minimum and maximum
-        number of tiles of an image, without the whole. `thumbnail`: whether the whole follows."""
+        """`side`: the side of a tile in pixels. `tokens`: tokens of a tile. `min_tiles` and `max_tiles`: minimum and
+        maximum number of tiles of an image, without the whole. `thumbnail`: whether the whole follows."""
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self.before, self.after = before, after
-        self._side, self._tokens, self._least, self._most, self._thumbnail = side, tokens, least, most, thumbnail
+        self._side, self._tokens, self._thumbnail = side, tokens, thumbnail
+        self._min_tiles, self._max_tiles = min_tiles, max_tiles
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
-        most = self._most_tiles(options)
+        max_tiles = self._tile_limit(options)
         loaded = load_image(image)
         side, resample = self._side, self.settings.resample
-        columns, rows = self._grid(loaded.width, loaded.height, most)
+        columns, rows = self._grid(loaded.width, loaded.height, max_tiles)
         tiles = cut_tiles(resized(loaded, rows * side, columns * side, resample), side)
         if self._thumbnail and len(tiles) > 1:
             tiles = np.concatenate([tiles, np.asarray(resized(loaded, side, side, resample))[None]])
@@ -100,17 +101,19 @@ class TileProcessor(ImageProcessor):
             size=(loaded.height, loaded.width),
         )
 
-    def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
-        """Return the columns and rows of an image of this size, with `most` tiles at most."""
-        return tile_grid(width, height, self._side, min(self._least, most), most)
+    def _grid(self, width: int, height: int, max_tiles: int) -> tuple[int, int]:
+        """Return the columns and rows of an image of this size, with `max_tiles` tiles at most."""
+        return tile_grid(width, height, self._side, min(self._min_tiles, max_tiles), max_tiles)
 
-    def _most_tiles(self, options: Mapping[str, Any]) -> int:
+    def _tile_limit(self, options: Mapping[str, Any]) -> int:
         """Return the maximum number of tiles for the options of an image. Raises InvalidParameter."""
         refuse_options(options, "max_dynamic_patch", "detail")
-        low, most = is_low(options), options.get("max_dynamic_patch", self._most)
-        if type(most) is not int or not 1 <= most <= MAX_TILES:
-            raise InvalidParameter(f"max_dynamic_patch={short(most)} is not from 1 to {MAX_TILES} tiles.", "messages")
-        return 1 if low else most
+        low, max_tiles = is_low(options), options.get("max_dynamic_patch", self._max_tiles)
+        if type(max_tiles) is not int or not 1 <= max_tiles <= MAX_TILES:
+            raise InvalidParameter(
+                f"max_dynamic_patch={short(max_tiles)} is not from 1 to {MAX_TILES} tiles.", "messages"
+            )
+        return 1 if low else max_tiles
 
 
 class AyaVisionProcessor(TileProcessor):
@@ -134,8 +137,8 @@ class Cohere2VisionProcessor(TileProcessor):
         text = f"<|START_OF_IMG|>{tiles}<|END_OF_IMG|>"
         return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
 
-    def _grid(self, width: int, height: int, most: int) -> tuple[int, int]:
-        return roomy_grid(width, height, self._side, most)
+    def _grid(self, width: int, height: int, max_tiles: int) -> tuple[int, int]:
+        return roomy_grid(width, height, self._side, max_tiles)
 
 
 class InternVlProcessor(TileProcessor):

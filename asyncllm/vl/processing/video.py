@@ -55,12 +55,12 @@ class QwenVideoProcessor(QwenProcessor):
         Raises InvalidMessage, InvalidParameter, UnsupportedFeature.
         """
         wanted = frame_options(options, "min_pixels", "max_pixels")
-        least, most = self._video.bounds(options)
+        min_pixels, max_pixels = self._video.bounds(options)
         with open_clip(video, lambda recording: self._chosen(recording, wanted.fps, wanted.num_frames)) as clip:
             if clip.rate is None:
                 wanted.check_list()
             count = len(clip.indices) + -len(clip.indices) % self._frames
-            height, width = self._shown_size(count, clip.height, clip.width, least, most)
+            height, width = self._shown_size(count, clip.height, clip.width, min_pixels, max_pixels)
             check_frame_sizes(count, height, width)
             pixels = self._cut(clip, count, height, width)
         factor = self._video.patch * self._video.merge
@@ -85,11 +85,11 @@ class QwenVideoProcessor(QwenProcessor):
         check_frame_count(count, total)
         return [int(number * (total / count)) for number in range(count)]
 
-    def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    def _shown_size(self, count: int, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         """Return the height and width to which `count` frames are scaled."""
         factor = self._video.patch * self._video.merge
         share = MAX_TOKENS * factor**2 * self._frames // count
-        return whole_squares(height, width, factor, least, max(min(most, share), int(least * 1.05)))
+        return whole_squares(height, width, factor, min_pixels, max(min(max_pixels, share), int(min_pixels * 1.05)))
 
     def _image(
         self,
@@ -141,12 +141,12 @@ class Qwen3VideoProcessor(QwenVideoProcessor):
         check_frame_count(num_frames, total)
         return [int(each) for each in np.linspace(0, total - 1, num_frames).round()]
 
-    def _shown_size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    def _shown_size(self, count: int, height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         factor = self._video.patch * self._video.merge
         short = min(height, width)
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
-        return whole_squares(height, width, factor, least / count, most / count)
+        return whole_squares(height, width, factor, min_pixels / count, max_pixels / count)
 
     def _image(
         self,

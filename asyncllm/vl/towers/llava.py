@@ -50,7 +50,7 @@ class LlavaConfig(TowerConfig, frozen=True, kw_only=True):
     """Whether a norm follows each linear layer of the projector (Yi-VL)."""
     input_eps: float | None = None
     """Epsilon of a norm before the projector, or None without one (ViP-LLaVA has one)."""
-    most: int | None = None
+    max_patches: int | None = None
     """Maximum number of patches of all tiles, as in `anyres.shrunk`."""
 
     def build(self, hidden_size: int) -> LlavaTower:
@@ -142,7 +142,7 @@ class LlavaTower(VisionTower):
         picture = join_tiles(features[1:], rows, columns)
         top, left, height, width = unpadded(image.size, (rows * side, columns * side))
         picture = picture[top : top + height, left : left + width]
-        size = shrunk((height, width), self.config.most)
+        size = shrunk((height, width), self.config.max_patches)
         if size != (height, width):
             stretched = F.interpolate(picture.permute(2, 0, 1)[None], size, mode="bilinear")
             picture = stretched[0].permute(1, 2, 0)
