@@ -13,7 +13,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, 
 from asyncllm.text.checkpoint_files import classes_of, read_json_object
 from asyncllm.text.sentence_transformers import pooling_folder
 
-__all__ = ["BUNDLED", "GGUF_ADVICE", "WHOLE_MODULES", "locate", "locate_adapter", "own_adapter"]
+__all__ = ["BUNDLED", "GGUF_ADVICE", "MISTRAL_ADVICE", "WHOLE_MODULES", "locate", "locate_adapter", "own_adapter"]
 
 BUNDLED = ("tiny-chat", "tiny-vlm")
 """Models in the package, under `asyncllm/assets`."""
@@ -45,6 +45,11 @@ GGUF_ADVICE = (
     "GGUF is not read. Give the model's own repository, or let transformers expand the file "
     "(AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OTHER), then the tokenizer), "
     "and quantize that with `asyncllm lite`."
+)
+
+MISTRAL_ADVICE = (
+    "params.json and consolidated.safetensors are Mistral's own layout, which is not read. Give a repository in "
+    "transformers' layout, with config.json and model.safetensors or its shards."
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -158,9 +163,19 @@ def _refuse_revision(name: str, revision: str | None, why: str) -> None:
 
 def _checked(folder: Path, config: str = "config.json") -> Path:
     if not (folder / config).is_file():
-        advice = GGUF_ADVICE if any(folder.glob("*.gguf")) else "Give the folder with all files."
-        raise InvalidCheckpoint(f"{folder} has no {config}, which describes the weights. {advice}")
+        raise InvalidCheckpoint(f"{folder} has no {config}, which describes the weights. {_advice(folder)}")
     return folder
+
+
+def _advice(folder: Path) -> str:
+    """Return what to do about a folder that is not one of a model, or not one of an adapter."""
+    if (folder / "adapter_config.json").is_file():
+        return "It holds an adapter: give its base model, and this folder in `adapters`."
+    if (folder / "config.json").is_file():
+        return "It holds a whole model: give it as the model, or the folder of an adapter that PEFT has saved."
+    if any(folder.glob("*.gguf")):
+        return GGUF_ADVICE
+    return MISTRAL_ADVICE if (folder / "params.json").is_file() else "Give the folder with all files."
 
 
 def _download(

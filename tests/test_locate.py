@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -84,6 +85,21 @@ def test_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Fa
 
 def test_bundled_models_lie_inside_the_package() -> None:
     assert Path(locate_module.__file__).parent / "assets" == locate_module.ASSETS
+
+
+@pytest.mark.parametrize(
+    ("file", "find", "advice"),
+    [
+        ("adapter_config.json", locate, "give its base model, and this folder in `adapters`"),
+        ("config.json", locate_adapter, "It holds a whole model"),
+        ("params.json", locate, "Mistral's own layout"),
+        ("README.md", locate, "all files"),
+    ],
+)
+def test_a_folder_of_another_kind_is_told(tmp_path: Path, file: str, find: Callable[[str], Path], advice: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(InvalidCheckpoint, match=advice):
+        find(str(tmp_path))
 
 
 def test_a_hub_id_downloads_what_is_read_and_no_more(tmp_path: Path, hub: FakeHub) -> None:

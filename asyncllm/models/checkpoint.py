@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, short
-from asyncllm.locate import GGUF_ADVICE
+from asyncllm.locate import GGUF_ADVICE, MISTRAL_ADVICE
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Checkpoint", "TensorEntry", "read_header", "unreadable"]
 
@@ -338,7 +338,8 @@ def _read_shards(folder: Path) -> list[TensorEntry]:
 def _refuse_folder(folder: Path) -> NoReturn:
     names = sorted(path.name for path in folder.iterdir())
     foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES) and name != "training_args.bin"]
-    loose = [name for name in names if name.endswith(".safetensors")]
+    whole = [name for name in names if name.endswith(".safetensors")]
+    loose = [name for name in whole if not name.startswith("consolidated")]
     if loose:
         raise InvalidCheckpoint(
             f"{folder} holds {', '.join(loose[:5])} but neither {WEIGHTS_NAME} nor {INDEX_NAME}, which says what the "
@@ -351,6 +352,8 @@ def _refuse_folder(folder: Path) -> NoReturn:
             f"{folder} holds its weights as {', '.join(foreign[:5])}, and only safetensors files are loaded, because "
             f"they cannot run code. Turn .bin files into safetensors with `asyncllm convert {folder}`."
         )
+    if whole:
+        raise InvalidCheckpoint(f"{folder} holds its weights as {', '.join(whole[:5])}. {MISTRAL_ADVICE}")
     raise InvalidCheckpoint(
         f"{folder} holds no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}. Download the model's safetensors files; "
         f"a model that comes only as .bin files is turned into safetensors with `asyncllm convert FOLDER`."
