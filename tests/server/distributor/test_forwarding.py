@@ -14,7 +14,7 @@ from aiohttp import web
 from asyncllm.server.distributor.nodes import MAX_FAILURES
 from tests.processes import free_port
 from tests.server.distributor.fakes import CHAT, Distributing, FakeNode, distributing
-from tests.server.raw import until
+from tests.server.raw import post, until
 
 pytestmark = pytest.mark.anyio
 
@@ -305,6 +305,28 @@ class TestBrokenAnswers:
             await until(lambda: not served.node(node).unfinished)
             assert await outcomes(served) == ({"client_left": 1} if after_events else {})
             assert served.node(node).failures == 0
+
+    async def test_one_that_leaves_with_another_request_on_its_connection_is_noticed(self) -> None:
+        node, ended = FakeNode(), asyncio.Event()
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+            return web.Response()
+
+        node.handle = handle
+        async with distributing(node) as served:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.url.rpartition(":")[2])
+            writer.write(post(CHAT, ASKED))
+            await until(lambda: bool(node.requests))
+            writer.write(post(CHAT, {"model": "m", "prompt": "x" * 2**20}) * 4)
+            writer.close()
+            async with asyncio.timeout(5):
+                await ended.wait()
+            await writer.wait_closed()
+            assert len(node.requests) == 1
 
 
 class TestState:
