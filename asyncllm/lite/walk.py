@@ -79,10 +79,17 @@ class Walk:
 
     @property
     def modules_beside_layers(self) -> list[str]:
-        """The checkpoint's modules whose products are outside the layers, besides the output embedding and towers."""
-        parts = [names for part, names in self._names.items() if not part.startswith(("layers.", "head", "vision"))]
-        linear = [name for names in parts for name in names if isinstance(self.plan.owner(name), Linear)]
-        return [name.removesuffix(".weight") for name in linear if name.endswith(".weight")]
+        """The checkpoint's modules with a matrix that is copied: those of products outside the layers, and of parts
+        that the model leaves out, such as towers of sounds. Without embeddings, and the tower of images."""
+        matrices = [name for name, entry in self.checkpoint.tensors.items() if len(entry.shape) == 2]
+        return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight") and self._is_beside(name)]
+
+    def _is_beside(self, name: str) -> bool:
+        target = self.plan.targets.get(name)
+        if target is None:
+            return not name.endswith(self.model.head_name)
+        part = _part_of(target.module)
+        return not part.startswith(("layers.", "head", "vision")) and isinstance(self.plan.owner(name), Linear)
 
     @torch.no_grad()
     def begin(self, sequences: Sequence[Sequence[int]], tokens: int) -> list[Batch]:

@@ -50,6 +50,12 @@ def written_as(kind: str, layout: Callable[..., Any] | None, folder: Path) -> Pa
     return folder
 
 
+def copied_modules(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """The modules with an unquantized matrix, without embeddings."""
+    matrices = {name for name, each in tensors.items() if each.ndim == 2 and each.element_size() > 1}
+    return {name.removesuffix(".weight") for name in matrices if name.endswith(".weight") and "embed" not in name}
+
+
 def likeliest(folder: Path) -> list[dict[int, float]]:
     """The first token's log-probabilities about two images."""
     with Pipeline(str(folder)) as pipe:
@@ -85,9 +91,19 @@ def test_the_decoder_is_quantized_and_what_sees_is_not(
         assert set(kept) <= set(plain)
         weights = {name.removesuffix(".weight") for name in of_tower if "_proj.weight" in name or "fc1.weight" in name}
         assert weights <= set(plain)
+        assert copied_modules(after) <= set(plain)
         assert not any(part in name for part in plain for name in projections)
     answers = zip(likeliest(source), likeliest(folder), strict=True)
     assert all(max(abs(one[token] - other[token]) for token in one.keys() & other) < 1 for one, other in answers)
+
+
+def test_parts_that_are_left_out_are_named_too(tmp_path: Path) -> None:
+    """The tower of sounds."""
+    lite.blocked_fp8(folder_of("qwen3_omni"), str(tmp_path / "written"))
+    settings = json.loads((tmp_path / "written" / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    copied = copied_modules(load_file(tmp_path / "written" / "model.safetensors"))
+    assert any(name.startswith("audio_tower.") for name in copied)
+    assert copied <= set(settings["modules_to_not_convert"])
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "internvl", "gemma3"])
