@@ -1,4 +1,4 @@
-"""The projections of attention whose checkpoints turn queries and keys the other way round (nanochat)."""
+"""Projections of attention for checkpoints that rotate queries and keys in the opposite direction (nanochat)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["SwappedQKVLinear"]
 
 
 class SwappedQKVLinear(QKVLinear):
-    """As `QKVLinear`, of checkpoints that turn pairs the other way round.
+    """`QKVLinear` for checkpoints whose rotary embeddings rotate each pair of features in the opposite direction.
 
-    The features of a pair change places at load, of queries and keys alike, which changes no score.
+    The two features of a pair are exchanged at load, in queries and keys alike, which leaves scores as they are.
     """
 
     def in_order(self, part: str | None, tensor: Tensor) -> Tensor:

@@ -72,9 +72,9 @@ def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> 
 
 
 def fit_joint_tokens(sequence: Sequence, length: int, most: int) -> int:
-    """Return the length of a chunk of about `length` tokens that does not cut between tokens that see each other.
+    """Return the length of a chunk of about `length` tokens that does not separate tokens with attention to each other.
 
-    It is shorter than `length`; or longer, up to `most`, if such tokens come first; 0 if `most` is too small.
+    It is shorter than `length`, or longer, up to `most`, if such tokens come first. It is 0 if `most` is too small.
     """
     span = _joint_around(sequence, sequence.num_computed + length)
     if span is None:

@@ -15,8 +15,7 @@ from asyncllm.server.http.errors import ApiError
 
 __all__ = ["NEUTRAL", "check_neutral"]
 
-_GRAMMAR = "The route holds answers to nothing. Leave it out, or use /v1/chat/completions or /v1/completions."
-_FIXED = "White space is bounded as it is. Leave it out."
+_GRAMMAR = "The route does not constrain answers. Leave it out, or use /v1/chat/completions or /v1/completions."
 _LOOPS = "Use repetition_penalty or frequency_penalty against loops, or leave it out."
 _DISAGGREGATION = "KV blocks are not handed to other servers. Leave it out."
 _MEDIA = "The route has no such field. Send images as parts of messages to /v1/chat/completions, or leave it out."
@@ -25,13 +24,13 @@ _ANSWERS = "Answers are text. Leave it out."
 _ADAPTERS = "An adapter is named as the model. Send its name as model."
 _SAMPLER = "This sampler is not implemented. Leave it out, or use temperature, top_p, top_k and min_p."
 _BEAMS = "It belongs to beam search, which is not implemented. Leave it out."
-_TRUNCATED = "Prompts are not cut silently. Shorten the prompt yourself."
-_REASONING = "Texts that are continued as they are have no reasoning. Leave it out."
-_CODE = "Code of a request is not run. Leave it out."
-_EXPERTS = "Which experts ran is not recorded. Leave it out."
-_WAITS = "Answers are computed while their client waits. Leave it out."
-_STATES = "Hidden states are not sent. Leave it out."
-_CONTEXT = "A context that is full is not shifted. Leave it out."
+_TRUNCATED = "Prompts are not truncated silently. Shorten the prompt yourself."
+_REASONING = "Completions of raw text have no separate reasoning. Leave it out."
+_CODE = "The server does not run code from requests. Leave it out."
+_EXPERTS = "The chosen experts are not recorded. Leave it out."
+_WAITS = "Answers are not computed in the background. Leave it out."
+_STATES = "Hidden states are not returned. Leave it out."
+_CONTEXT = "A full context is not shifted. Leave it out."
 _TIMINGS = "Timings are in /metrics. Leave it out."
 _ELSEWHERE = "The route does not implement it. Leave it out, or use /v1/chat/completions or /v1/completions."
 _IN_CHATS = "The route does not implement it. Leave it out, or use /v1/chat/completions."
@@ -39,7 +38,7 @@ _IN_COMPLETIONS = "The route does not implement it. Leave it out, or use /v1/com
 _MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
-_SPACES = "Between special tokens stands what the tokenizer's own rule says, as with transformers' fast tokenizers."
+_SPACES = "The tokenizer's own rule decides on spaces between special tokens, as with transformers' fast tokenizers."
 
 NEUTRAL: Mapping[str, Neutral] = {
     # OpenAI
@@ -51,7 +50,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "prompt_cache_key": Neutral("OpenAI", None, _CACHES),
     "prompt_cache_options": Neutral("OpenAI", None, _CACHES),
     "prompt_cache_retention": Neutral("OpenAI", None, _CACHES),
-    "prediction": Neutral("OpenAI", None, "It may speed an answer up, and changes none."),
+    "prediction": Neutral("OpenAI", None, "It may speed up an answer, and does not change it."),
     "moderation": Neutral("OpenAI", None, "Moderation is the provider's."),
     "verbosity": Neutral("OpenAI", None, "It is a hint to models that were trained on it."),
     "parallel_tool_calls": Neutral("OpenAI, LMDeploy, vLLM", None, "Without tools there are no calls."),
@@ -81,13 +80,13 @@ NEUTRAL: Mapping[str, Neutral] = {
     "cache_control": Neutral("Anthropic", None, _CACHES),
     "container": Neutral("Anthropic", (), _CODE),
     "diagnostics": Neutral("Anthropic", (), "The server has no such reports. Leave it out."),
-    "inference_geo": Neutral("Anthropic", (), "The server is where it is. Leave it out."),
+    "inference_geo": Neutral("Anthropic", (), "A request does not choose where it is computed. Leave it out."),
     "speed": Neutral("Anthropic", ("standard",), "There is one speed. Leave it out."),
     "user_profile_id": Neutral("Anthropic", None, _RECORDS),
-    "betas": Neutral("Anthropic", None, "What it asks for is refused where it is not there."),
+    "betas": Neutral("Anthropic", None, "The fields of a beta feature that is not implemented are refused."),
     "billing_policy": Neutral("Anthropic", None, _RECORDS),
     "compaction": Neutral("Anthropic", (), _TRUNCATED),
-    "fallbacks": Neutral("Anthropic", ([],), "There is one model, and no other answers for it. Leave it out."),
+    "fallbacks": Neutral("Anthropic", ([],), "No other model answers in place of the requested one. Leave it out."),
     "fallback_credit_token": Neutral("Anthropic", None, _RECORDS),
     "mcp_servers": Neutral("Anthropic", ([],), "The server runs no tools of its own. Leave it out."),
     "workspace_id": Neutral("Anthropic", None, _RECORDS),
@@ -125,8 +124,12 @@ NEUTRAL: Mapping[str, Neutral] = {
     "return_tokens_as_token_ids": Neutral("vLLM", (False,), "The route sends no log-probabilities of tokens."),
     "structural_tag": Neutral("vLLM, SGLang", (), "Send response_format instead."),
     "structured_outputs": Neutral("vLLM", (), _GRAMMAR),
-    "truncate_prompt_tokens": Neutral("vLLM", (), "The route cuts no prompts. Shorten it, or use /v1/completions."),
-    "truncation_side": Neutral("vLLM", ("left",), "The route cuts no prompts. Leave it out, or use /v1/completions."),
+    "truncate_prompt_tokens": Neutral(
+        "vLLM", (), "The route truncates no prompts. Shorten it, or use /v1/completions."
+    ),
+    "truncation_side": Neutral(
+        "vLLM", ("left",), "The route truncates no prompts. Leave it out, or use /v1/completions."
+    ),
     "use_beam_search": Neutral("vLLM", (False,), "Beam search is not implemented. Ask for n answers instead."),
     "vllm_xargs": Neutral("vLLM", ({},), _CODE),
     # SGLang
@@ -142,15 +145,15 @@ NEUTRAL: Mapping[str, Neutral] = {
     "no_stop_trim": Neutral("SGLang", (False,), "Send include_stop_str_in_output instead."),
     "regex": Neutral("SGLang", (), _GRAMMAR),
     "return_cached_tokens_details": Neutral(
-        "SGLang", (False,), "usage.prompt_tokens_details says how many. Leave it out."
+        "SGLang", (False,), "usage.prompt_tokens_details counts cached tokens. Leave it out."
     ),
     "return_hidden_states": Neutral("SGLang", (False,), _STATES),
     "rid": Neutral("SGLang", (), "Send request_id instead."),
     "routed_experts_start_len": Neutral("SGLang", (0,), _EXPERTS),
-    "separate_reasoning": Neutral("SGLang", (True, False), "Continued texts have no reasoning."),
+    "separate_reasoning": Neutral("SGLang", (True, False), "Completions of raw text have no separate reasoning."),
     "session_params": Neutral("SGLang", (), "Sessions are those of /v1/chat/interactive. Leave it out."),
     "stop_regex": Neutral("SGLang", ([],), "Send stop with texts instead."),
-    "stream_reasoning": Neutral("SGLang", (True,), "Reasoning streams as it comes. Leave it out."),
+    "stream_reasoning": Neutral("SGLang", (True,), "Reasoning is streamed as it is generated. Leave it out."),
     # llama.cpp
     "cache_prompt": Neutral("llama.cpp", (True, False), _CACHES),
     "dry_allowed_length": Neutral("llama.cpp", (2,), _LOOPS),
@@ -160,20 +163,20 @@ NEUTRAL: Mapping[str, Neutral] = {
     "dynatemp_exponent": Neutral("llama.cpp", (1.0,), _SAMPLER),
     "dynatemp_range": Neutral("llama.cpp", (0.0,), _SAMPLER),
     "grammar": Neutral("llama.cpp", ("",), _GRAMMAR),
-    "id_slot": Neutral("llama.cpp", (-1,), "Rows are not the client's to choose. Leave it out."),
+    "id_slot": Neutral("llama.cpp", (-1,), "Clients do not choose the row of the batch. Leave it out."),
     "lora": Neutral("llama.cpp", ([],), _ADAPTERS),
     "min_keep": Neutral("llama.cpp", (0,), _SAMPLER),
     "mirostat": Neutral("llama.cpp", (0,), _SAMPLER),
     "mirostat_eta": Neutral("llama.cpp", (0.1,), _SAMPLER),
     "mirostat_tau": Neutral("llama.cpp", (5.0,), _SAMPLER),
-    "n_indent": Neutral("llama.cpp", (0,), _FIXED),
+    "n_indent": Neutral("llama.cpp", (0,), "No indentation of lines is enforced. Leave it out."),
     "n_keep": Neutral("llama.cpp", (0,), _CONTEXT),
     "n_discard": Neutral("llama.cpp", (0,), _CONTEXT),
     "n_predict": Neutral("llama.cpp", (-1,), "Send max_tokens instead."),
     "n_probs": Neutral("llama.cpp", (0,), "Send logprobs instead."),
     "post_sampling_probs": Neutral("llama.cpp", (False,), "Send logprobs instead."),
     "reasoning_format": Neutral("llama.cpp", ("auto", "deepseek"), "Send separate_reasoning instead."),
-    "repeat_last_n": Neutral("llama.cpp", (64, -1), "Penalties look at the whole text. Leave it out."),
+    "repeat_last_n": Neutral("llama.cpp", (64, -1), "Penalties cover the whole text. Leave it out."),
     "repeat_penalty": Neutral("llama.cpp", (1.0,), "Send repetition_penalty instead."),
     "response_fields": Neutral("llama.cpp", ([],), "Answers have all of their fields. Leave it out."),
     "return_progress": Neutral("llama.cpp", (False,), _TIMINGS),
@@ -194,7 +197,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "steps": Neutral("Ollama", (0,), _ANSWERS),
     # Ollama's options
     "num_ctx": Neutral("Ollama", None, "The context is the server's own, and a prompt that does not fit is refused."),
-    "num_keep": Neutral("Ollama", None, "A context that is full is not shifted, so nothing has to be kept."),
+    "num_keep": Neutral("Ollama", None, "A full context is not shifted, so nothing has to be kept."),
     "num_batch": Neutral("Ollama", None, _MACHINE),
     "num_gpu": Neutral("Ollama", None, _MACHINE),
     "main_gpu": Neutral("Ollama", None, _MACHINE),
@@ -207,7 +210,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "logits_all": Neutral("Ollama", (False,), "Send logprobs instead."),
     "vocab_only": Neutral("Ollama", (False,), "The model is loaded whole. Leave it out."),
     "embedding_only": Neutral("Ollama", (False,), "The model is loaded whole. Leave it out."),
-    "penalize_newline": Neutral("Ollama", (True,), "Penalties count line ends as any token. Leave it out."),
+    "penalize_newline": Neutral("Ollama", (True,), "Penalties treat line ends as any other token. Leave it out."),
     "tfs_z": Neutral("Ollama", (1.0,), _SAMPLER),
     # Implemented, though not by every route.
     "echo": Neutral("OpenAI, vLLM", (False,), _IN_COMPLETIONS),
