@@ -65,7 +65,14 @@ class Distributor:
         async with open_session(self.config) as session:
             self.checks = HealthChecks(session, self.nodes, self.config, self.node_key)
             self.forwarding = Forwarding(
-                session, self.nodes, self.dispatcher, self.pins, self.metrics, self.config, self.node_key
+                session,
+                self.nodes,
+                self.dispatcher,
+                self.pins,
+                self.metrics,
+                self.config,
+                self.node_key,
+                self.access.num_keys,
             )
             for node in self.nodes:
                 self.checks.watch(node)

@@ -19,7 +19,7 @@ from asyncllm.server.distributor.dispatch import Dispatcher
 from asyncllm.server.distributor.metrics import DistributorMetrics
 from asyncllm.server.distributor.nodes import Node, Nodes
 from asyncllm.server.distributor.pins import Pins
-from asyncllm.server.distributor.routing_fields import RESPONSES, RoutingFields, read_fields
+from asyncllm.server.distributor.routing_fields import RESPONSES, RoutingFields, read_fields, with_own_session
 from asyncllm.server.distributor.upstream import request_headers, response_headers
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.body import read_body
@@ -100,7 +100,9 @@ class Forwarding:
         metrics: DistributorMetrics,
         config: DistributorConfig,
         node_key: str | None,
+        num_tenants: int,
     ) -> None:
+        """`num_tenants`: the number of the clients' keys."""
         self._session = session
         self._nodes = nodes
         self._dispatcher = dispatcher
@@ -108,6 +110,7 @@ class Forwarding:
         self._metrics = metrics
         self._config = config
         self._node_key = node_key
+        self._num_tenants = num_tenants
         self._loop = asyncio.get_running_loop()
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
@@ -147,6 +150,7 @@ class Forwarding:
         if request.body_exists:
             body = await read_body(request, self._config.body_timeout, self._config.max_body_bytes, undeclared=True)
         fields = read_fields(request.method, path, body, request[KEY])
+        body = with_own_session(body, fields, self._num_tenants)
         return _Passing(request=request, path=path, body=body, fields=fields)
 
     async def _try(self, passing: _Passing, node: Node) -> web.StreamResponse | Node:

@@ -9,7 +9,10 @@ from urllib.parse import unquote
 
 import msgspec
 
-__all__ = ["RESPONSES", "RoutingFields", "read_fields"]
+from asyncllm.config import MAX_COUNT
+from asyncllm.server.http.errors import ApiError
+
+__all__ = ["RESPONSES", "RoutingFields", "read_fields", "with_own_session"]
 
 PROMPT_BYTES = 2**16
 """Maximum size of the beginning of a prompt that is looked at."""
@@ -36,6 +39,8 @@ class RoutingFields:
     """The conversation that it begins or continues."""
     label: int | None = None
     """The session_id by which a later request may stop this one."""
+    unclear_session: bool = False
+    """Whether its session_id is no number."""
     response: str | None = None
     """The stored response that it names or continues."""
     repeatable: bool = True
@@ -47,6 +52,8 @@ class _Body(msgspec.Struct):
 
     model: Any = None
     session_id: Any = None
+    kwargs: Any = None
+    """Further fields, as LMDeploy's APIClient sends them."""
     previous_response_id: Any = None
     store: Any = None
     system: msgspec.Raw = msgspec.Raw(b"")
@@ -66,7 +73,10 @@ def read_fields(method: str, path: str, body: bytes, tenant: int) -> RoutingFiel
         found = _decode(body) if body else _Body()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = _Body()
-    session = found.session_id if type(found.session_id) is int and found.session_id >= 0 else None
+    given = found.session_id
+    if given is None and isinstance(found.kwargs, dict):
+        given = found.kwargs.get("session_id")
+    session, unclear = _number(given)
     holds = path in SESSIONS
     named = RESPONSE.match(path)
     response = found.previous_response_id if path.startswith(RESPONSES) else None
@@ -81,6 +91,35 @@ def read_fields(method: str, path: str, body: bytes, tenant: int) -> RoutingFiel
         prompt=b"".join(bytes(part)[:PROMPT_BYTES] for part in parts)[:PROMPT_BYTES],
         session=session if holds else None,
         label=None if holds else session,
+        unclear_session=unclear,
         response=response if isinstance(response, str) else None,
         repeatable=not stores and not (holds and session is not None),
     )
+
+
+def _number(session_id: Any) -> tuple[int | None, bool]:
+    """Return a session_id, which servers take as 7, 7.0 and "7", and whether it is no number. None: there is none."""
+    if session_id is None:
+        return None, False
+    try:
+        number = msgspec.convert(session_id, int, strict=False)
+    except msgspec.ValidationError:
+        return None, True
+    return (number if number >= 0 else None), False
+
+
+def with_own_session(body: bytes, fields: RoutingFields, tenants: int) -> bytes:
+    """Return the body with a session_id that no other of the tenants has: behind the distributor all of them may have
+    the same key, by which a node tells its clients' sessions apart. Raises ApiError 400 if the number is too large."""
+    session = fields.session if fields.session is not None else fields.label
+    if tenants < 2 or (session is None and not fields.unclear_session):
+        return body
+    own = session * tenants + fields.tenant if session is not None else MAX_COUNT + 1
+    if own > MAX_COUNT:
+        raise ApiError(
+            400,
+            f"session_id has to be a number of at most {MAX_COUNT // tenants - 1} here. Choose another one.",
+            code="invalid_value",
+            param="session_id",
+        )
+    return msgspec.json.encode({**msgspec.json.decode(body), "session_id": own})

@@ -338,6 +338,32 @@ class TestState:
                 names = {(await served.post("/v1/chat/interactive", body))[1]["name"] for _ in range(3)}
                 assert len(names) == 1
 
+    async def test_two_tenants_sessions_are_two_on_a_node(self) -> None:
+        node = FakeNode()
+        async with distributing(node, api_keys=["a", "b"]) as served:
+            for path in ("/v1/chat/interactive", CHAT):
+                seen = set()
+                for key in ("a", "b"):
+                    headers = {"Authorization": f"Bearer {key}"}
+                    for session in (0, 1, 7):
+                        body = {"session_id": session, "prompt": "ü", "nested": [{"a": 1.5}]}
+                        assert (await served.post(path, body, headers=headers))[0] == 200
+                        passed = json.loads(node.requests[-1][3])
+                        seen.add(passed.pop("session_id"))
+                        assert passed == {"prompt": "ü", "nested": [{"a": 1.5}]}
+                assert len(seen) == 6
+                # A server takes these for the same numbers.
+                for spelled in ("7", 7.0):
+                    assert (await served.post(path, {"session_id": spelled}, headers=headers))[0] == 200
+                    assert json.loads(node.requests[-1][3])["session_id"] == 15
+                assert (await served.post(path, {"kwargs": {"session_id": 14}}, headers=headers))[0] == 200
+                assert json.loads(node.requests[-1][3])["session_id"] == 29
+            count = len(node.requests)
+            for wrong in (2**31 - 1, "seven", [7], 7.5):
+                number, answer = await served.post(CHAT, {"session_id": wrong}, headers=headers)
+                assert (number, answer["error"]["param"]) == (400, "session_id")
+            assert len(node.requests) == count
+
     async def test_an_answer_is_stopped_where_it_runs(self) -> None:
         nodes = [FakeNode(str(number)) for number in range(3)]
         async with distributing(*nodes, routing_strategy="random") as served:

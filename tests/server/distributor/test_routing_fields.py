@@ -18,7 +18,8 @@ INTERACTIVE = "/v1/chat/interactive"
     [
         (CHAT, {"model": "m", "stream": True}, {"model": "m"}),
         (CHAT, {"model": "m", "session_id": 3}, {"model": "m", "label": 3}),
-        (CHAT, {"model": ["m"], "session_id": "3", "messages": "Hi"}, {"prompt": b'"Hi"'}),
+        (CHAT, {"model": ["m"], "session_id": "3", "messages": "Hi"}, {"prompt": b'"Hi"', "label": 3}),
+        (CHAT, {"session_id": "three"}, {"unclear_session": True}),
         (INTERACTIVE, {"session_id": 3, "prompt": "Hi"}, {"session": 3, "prompt": b'"Hi"', "repeatable": False}),
         (f"{INTERACTIVE}_qos", {"session_id": -1}, {}),
         ("/v1/responses", {"input": "Hi"}, {"prompt": b'"Hi"', "repeatable": False}),
