@@ -131,7 +131,7 @@ def test_gated_products_and_rounded_weights(tokens: int, tile: Tile, dtype: torc
 def test_the_gated_op() -> None:
     weight = packed_weight(96, 160, group=32, ordered=True)
     weight = weight._replace(scales=weight.scales / 16)
-    for tokens in (0, 1, 20, 1030):
+    for tokens in (0, 1, 20, products.MOST_FUSED // 2 + 1):
         x = random(2, tokens, 160, dtype=torch.bfloat16)
         poison((2 * tokens, 48), dtype=torch.bfloat16)
         found = products.linear_packed_silu_mul(x, weight)
