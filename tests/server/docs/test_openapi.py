@@ -20,6 +20,8 @@ from asyncllm.server.routes import ROUTES
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
 PING: list[Any] = [{"role": "user", "content": "ping"}]
 KEY = {"Authorization": "Bearer secret"}
 
@@ -35,7 +37,6 @@ def validator(whole: dict[str, Any], name: str) -> jsonschema.Draft202012Validat
     return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": whole["components"]})
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("keys", [None, ["secret"]], ids=["open", "with a key"])
 async def test_the_document_is_valid_and_has_every_route(keys: Any, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("owner", encoding="utf-8")
@@ -69,7 +70,6 @@ async def test_the_document_is_valid_and_has_every_route(keys: Any, tmp_path: Pa
             assert "security" not in operation
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "body",
     [
@@ -89,7 +89,6 @@ async def test_what_the_document_allows_is_taken(body: dict[str, Any]) -> None:
             assert response.status == 200, await response.text()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "body",
     [
@@ -114,7 +113,6 @@ async def test_what_the_server_refuses_the_document_does_not_allow(body: dict[st
         assert (await served.post("/v1/chat/completions", body))[0] in (400, 404)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prompt", "fits"),
     [("a", True), (["a", "b"], True), ([1, 2], True), ([[1], [2]], True), ("", False), ([], False), (["a", 1], False)],
@@ -126,7 +124,6 @@ async def test_prompts_are_of_one_kind(prompt: Any, fits: bool) -> None:
         assert (await served.post("/v1/completions", {"prompt": prompt}))[0] == (200 if fits else 400)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("echo", "fits"), [(True, True), (False, False), (None, False)])
 async def test_no_new_tokens_only_with_an_echo(echo: bool | None, fits: bool) -> None:
     body = {"prompt": "a", "max_tokens": 0, "echo": echo}
@@ -135,7 +132,6 @@ async def test_no_new_tokens_only_with_an_echo(echo: bool | None, fits: bool) ->
         assert (await served.post("/v1/completions", body))[0] == (200 if fits else 400)
 
 
-@pytest.mark.anyio
 async def test_answers_are_as_the_document_says() -> None:
     async with serving(FakeEngine(), api_keys=["secret"]) as served:
         whole = await document(served)
@@ -151,14 +147,12 @@ async def test_answers_are_as_the_document_says() -> None:
         validator(whole, "Error").validate(error)
 
 
-@pytest.mark.anyio
 async def test_errors_in_lmdeploys_format_are_as_the_document_says() -> None:
     async with serving(FakeEngine(), error_format="lmdeploy") as served:
         _, error = await served.post("/v1/chat/completions", {})
         validator(await document(served), "Error").validate(error)
 
 
-@pytest.mark.anyio
 async def test_fields_are_explained_and_have_the_servers_own_defaults() -> None:
     async with serving(FakeEngine()) as served:
         served.service.defaults = msgspec.structs.replace(served.service.defaults, temperature=0.25)
@@ -173,7 +167,6 @@ async def test_fields_are_explained_and_have_the_servers_own_defaults() -> None:
     assert schemas["CompletionRequest"]["properties"]["max_tokens"]["default"] == 16
 
 
-@pytest.mark.anyio
 async def test_what_is_switched_off_is_not_documented() -> None:
     async with serving(FakeEngine(), disable_metrics=True) as served:
         assert "/metrics" not in (await document(served))["paths"]

@@ -61,6 +61,7 @@ async def test_rerank_sorts() -> None:
         assert "document" not in answer["results"][0]
 
 
+@pytest.mark.one_loop
 async def test_labels_and_rewards(tmp_path: Path) -> None:
     folder = checkpoint("llama", "LlamaForSequenceClassification", tmp_path)
     engine = AsyncEngine(str(folder), EngineConfig(device_type="cpu", num_gpu_blocks=50))
