@@ -46,5 +46,5 @@ def group_adapters(step: StepInputs) -> None:
     first one's kernels."""
     # All tokens, where no result may depend on how many there are.
     count = len(step.input_ids) if step.batch_invariant else step.num_decode
-    if step.adapted and (step.batch_invariant or count > FEW_ROWS):
+    if step.batch_invariant or count > FEW_ROWS:
         step.adapter_groups = kernels.group_rows(step[ADAPTER_SLOTS][:count])

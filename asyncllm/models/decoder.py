@@ -278,7 +278,8 @@ class DecoderLM(nn.Module):
         """
         last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
         self.place(step)
-        group_adapters(sampled.inputs)
+        if sampled.inputs.adapted:
+            group_adapters(sampled.inputs)
         branch, selected = last(None, residual, step, sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
@@ -289,7 +290,7 @@ class DecoderLM(nn.Module):
             step.rotations = tuple(rotary(step) for rotary in self.rotaries)
         if self.config.query_scaling is not None and step.query_scale is None:
             step.query_scale = self.config.query_scaling.scales(step.positions)
-        if step.adapter_groups is None:
+        if step.adapted and step.adapter_groups is None:
             group_adapters(step)
 
     def embedded(self, step: StepInputs) -> Tensor:

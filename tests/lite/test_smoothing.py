@@ -95,6 +95,9 @@ KINDS_OF_LAYERS = {
 STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
 """What decides how long a state is kept."""
 
+BESIDE_LAYERS = {"lm_head", "output", "model.decoder.project_in"}
+"""Matrices of no layer."""
+
 
 @pytest.mark.parametrize("family", [*FAMILIES, *KINDS_OF_LAYERS])
 def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
     assert recipe.groups == (KINDS_OF_LAYERS[family] if family in KINDS_OF_LAYERS else FAMILIES[family] * layers)
     before, after = logits_of(open_cpu(source)), logits_of(open_cpu(tmp_path / "moved"))
     assert (after - before).abs().max() < 2e-5 * before.abs().max()
-    assert {name for name in settings["plain"] if not name.endswith(STATES)} <= {"lm_head", "output"}
+    assert {name for name in settings["plain"] if not name.endswith(STATES)} <= BESIDE_LAYERS
     assert not any(name.endswith(STATES) for name in settings["quantized"])
 
 

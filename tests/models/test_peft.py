@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SOME, "modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({**SOME, "trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ({**SOME, "layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-    ({**SOME, "target_parameters": ["self_attn.o_proj.weight"]}, "target_parameters.*; merge it"),
+    ({**SOME, "target_parameters": ["self_attn.o_proj.weight"]}, "target_parameters.*Merge the adapter"),
     ({**SOME, "init_lora_weights": "pissa"}, "init_lora_weights"),
     ({**SOME, "init_lora_weights": "olora"}, "init_lora_weights"),
     ({**SOME, "alora_invocation_tokens": [5]}, "alora_invocation_tokens"),

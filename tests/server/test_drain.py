@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm.server.service import Phase
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, events_of, head, post, until
 from tests.server.serving import Served, serving
@@ -41,7 +42,7 @@ async def test_answers_that_run_finish_and_new_requests_go_elsewhere() -> None:
         whole.send(post(CHAT, PING))
         await running(served, 2)
         served.service.stop.set()
-        await asyncio.sleep(0.01)
+        await until(lambda: served.service.phase is Phase.DRAINING)
         for path, status in (("/health/ready", 503), ("/health/live", 200), ("/health", 200)):
             idle.send(head("GET", path))
             answer = await idle.answer()

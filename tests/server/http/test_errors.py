@@ -20,7 +20,7 @@ def test_paths_of_the_server_are_for_its_log() -> None:
     [
         ("/v1/files/abc/content", "asyncllm batch"),
         ("/v1/messages/batches", "No batches"),
-        ("/nodes/status", "balancer"),
+        ("/nodes/status", "serve proxy"),
         ("/abort_request", "Close the connection"),
         ("/docs", "page at /"),
         ("/files", "GET / lists them"),
