@@ -12,7 +12,7 @@ from asyncllm.kernels import LoRAWeights, add_lora, group_rows
 from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton import lora as launchers
 from asyncllm.kernels.triton import lora_groups
-from asyncllm.kernels.triton.lora_rows import splits_of
+from asyncllm.kernels.triton.lora_rows import MOST_RANK, splits_of
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
 
@@ -60,30 +60,34 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_single", "num_grouped", "sizes", "k", "dtype"),
+    ("tokens", "num_single", "num_grouped", "sizes", "k", "rank", "dtype"),
     [
-        (1, 1, 0, (24,), 40, torch.float32),
-        (21, 0, 0, (72, 8, 8, 3), 1100, torch.bfloat16),
-        (21, 21, 0, (600, 30), 90, torch.float16),
-        (70, 0, 0, (150, 150), 130, torch.bfloat16),
-        (70, 5, 0, (150, 16), 1030, torch.bfloat16),
-        (70, 0, 66, (24,), 1030, torch.float16),
-        (70, 0, 70, (300, 33), 1030, torch.bfloat16),
-        (3, 0, 3, (300, 33), 90, torch.float32),
+        (1, 1, 0, (24,), 40, 32, torch.float32),
+        (21, 0, 0, (72, 8, 8, 3), 1100, 32, torch.bfloat16),
+        (21, 21, 0, (600, 30), 90, 32, torch.float16),
+        (70, 0, 0, (150, 150), 130, 32, torch.bfloat16),
+        (70, 5, 0, (150, 16), 1030, 32, torch.bfloat16),
+        (70, 0, 66, (24,), 1030, 32, torch.float16),
+        (70, 0, 70, (300, 33), 1030, 32, torch.bfloat16),
+        (3, 0, 3, (300, 33), 90, 32, torch.float32),
+        (3, 3, 0, (70, 33), 90, MOST_RANK, torch.bfloat16),
+        (3, 0, 3, (70, 33), 90, MOST_RANK, torch.bfloat16),
+        (3, 0, 3, (70, 33), 90, 4 * MOST_RANK, torch.bfloat16),
+        (70, 70, 0, (24,), 40, 4 * MOST_RANK, torch.float32),
     ],
 )
 def test_the_kernels_do_as_the_reference(
-    tokens: int, num_single: int, num_grouped: int, sizes: tuple[int, ...], k: int, dtype: torch.dtype
+    tokens: int, num_single: int, num_grouped: int, sizes: tuple[int, ...], k: int, rank: int, dtype: torch.dtype
 ) -> None:
     seed = fresh_seed()
-    lora = weights(seed, sizes, k, dtype=dtype)
+    lora = weights(seed, sizes, k, rank=rank, dtype=dtype)
     x, y, slots = random(tokens, k, seed=seed, dtype=dtype), random(tokens, sum(sizes), seed=1, dtype=dtype), None
     slots = slots_of(tokens, seed)
 
     def run() -> Tensor:
         poison((num_grouped * (1 + GROUP),), dtype=torch.int32)
         groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
-        poison((max(splits_of(k), 4), tokens, len(sizes) * 32), dtype=torch.float32)
+        poison((max(splits_of(k), 4), tokens, len(sizes) * rank), dtype=torch.float32)
         return launchers.add_lora(y.clone(), x, slots, lora, num_single=num_single, groups=groups)
 
     found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
@@ -145,6 +149,13 @@ def test_few_rows_go_one_by_one_many_to_groups_and_prompts_to_tiles(monkeypatch:
         launchers.add_lora(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single=9, groups=groups)
     few = [("row", 60), ("tile", 300), ("row", 64), ("tile", 236)]
     assert taken == [*few, ("group", 65), ("tile", 235), ("group", 300), ("group", 60), ("group", 0)]
+
+
+def test_a_row_of_a_high_rank_does_not_depend_on_how_many_there_are() -> None:
+    lora = weights(3, (24,), 1100, rank=4 * MOST_RANK, dtype=torch.float32)
+    x, y, slots = random(70, 1100), random(70, 24, seed=1), slots_of(70, 2)
+    few, many = (in_groups(y[:rows].clone(), x[:rows], slots[:rows], lora) for rows in (3, 70))
+    assert torch.equal(few, many[:3])
 
 
 def test_compiled(compile_kernels: offline.Compile) -> None:

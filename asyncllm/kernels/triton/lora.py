@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.lora import FEW_ROWS, MAX_PARTS, LoRAWeights, RowGroups
+from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_groups import add_lora_in_groups
-from asyncllm.kernels.triton.lora_rows import add_lora_by_row, part_of
+from asyncllm.kernels.triton.lora_rows import MOST_RANK, add_lora_by_row, part_of, sizes_of
 
 __all__ = ["BLOCK_K", "BLOCK_N", "BLOCK_T", "add_lora", "expand_kernel", "shrink_kernel", "splits_of"]
 
@@ -153,21 +153,24 @@ def add_lora(
     groups: RowGroups | None = None,
 ) -> Tensor:
     y, x = y.contiguous(), x.contiguous()
-    if groups is not None:
-        single = len(groups.slots)
-        add_lora_in_groups(y, x, groups, lora)
-    else:
-        single = len(x) if len(x) <= FEW_ROWS else num_single
+    tokens, features = x.shape
+    single = len(groups.slots) if groups is not None else tokens if tokens <= FEW_ROWS else num_single
+    if lora.b.shape[-1] > MOST_RANK:
         if single:
-            add_lora_by_row(y[:single], x[:single], slots[:single], lora)
-    if single < len(x):
-        _add_in_tiles(y[single:], x[single:], slots[single:], lora)
+            # The order of summation does not depend on how many they are.
+            _add_in_tiles(y[:single], x[:single], slots[:single], lora, splits_of(0, features))
+    elif groups is not None:
+        add_lora_in_groups(y, x, groups, lora)
+    elif single:
+        add_lora_by_row(y[:single], x[:single], slots[:single], lora)
+    if single < tokens:
+        _add_in_tiles(y[single:], x[single:], slots[single:], lora, splits_of(tokens - single, features))
     return y
 
 
-def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
+def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, splits: int) -> None:
     (rows, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
-    splits, block_r, tiles = splits_of(rows, k), min(rank, 64), -(-rows // BLOCK_T)
+    block_r, tiles = min(rank, 64), -(-rows // BLOCK_T)
     h = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
     same: dict[str, Any] = {
         "WIDTH": width,
@@ -187,17 +190,13 @@ def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> Non
         BLOCK_K=BLOCK_K,
         **same,
     )
-    sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
     launch(
         expand_kernel,
-        (tiles, sum(-(-size // BLOCK_N) for size in sizes), 1),
+        (tiles, sum(-(-size // BLOCK_N) for size in lora.sizes), 1),
         (h, slots, lora.b, lora.ranks, y),
         (rows,),
-        SIZE_0=sizes[0],
-        SIZE_1=sizes[1],
-        SIZE_2=sizes[2],
-        SIZE_3=sizes[3],
         SLOT_STRIDE=lora.b.stride(0),
         BLOCK_N=BLOCK_N,
+        **sizes_of(lora),
         **same,
     )

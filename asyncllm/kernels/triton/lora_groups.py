@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.lora import GROUP, MAX_PARTS, LoRAWeights, RowGroups
+from asyncllm.kernels.lora import GROUP, LoRAWeights, RowGroups
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_rows import SPAN, part_of, splits_of
+from asyncllm.kernels.triton.lora_rows import SPAN, part_of, sizes_of, splits_of
 
 __all__ = [
     "A_NUMBERS",
@@ -159,7 +159,8 @@ def group_rows(slots: Tensor) -> RowGroups:
 
 
 def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeights) -> None:
-    """`kernels.add_lora` for the rows of `groups`, the first ones of contiguous y and x."""
+    """`kernels.add_lora` for the rows of `groups`, the first ones of contiguous y and x, and slots of rank at most
+    `MOST_RANK`."""
     tokens, k, num_slots, rank, width = len(groups.slots), x.shape[1], len(lora.a), lora.b.shape[-1], lora.a.shape[1]
     block, splits = B_NUMBERS // rank, splits_of(k)
     span = min(SPAN, triton.next_power_of_2(k))
@@ -178,18 +179,14 @@ def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeight
         BLOCK_K=min(span, A_NUMBERS // rank),
         **same,
     )
-    sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
     launch(
         expand_group_kernel,
-        (num_groups, sum(triton.cdiv(size, block) for size in sizes), 1),
+        (num_groups, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
         (h, *groups, lora.b, lora.ranks, y),
         (tokens,),
-        SIZE_0=sizes[0],
-        SIZE_1=sizes[1],
-        SIZE_2=sizes[2],
-        SIZE_3=sizes[3],
         SLOT_STRIDE=lora.b.stride(0),
         BLOCK_N=block,
         SPLITS=splits,
+        **sizes_of(lora),
         **same,
     )

@@ -18,13 +18,19 @@ from asyncllm.kernels.triton.language import release_consumers, round_to, wait_f
 from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
+    "MOST_RANK",
     "SPAN",
     "add_lora_by_row",
     "expand_row_kernel",
     "part_of",
     "shrink_row_kernel",
+    "sizes_of",
     "splits_of",
 ]
+
+MOST_RANK = 128
+"""Maximum rank of a slot, here and in `lora_groups`: a program has all rows of A and columns of B, and so the fewer
+features the higher the rank."""
 
 _NUMBERS = 8192
 """Of a matrix that a program has in registers."""
@@ -127,8 +133,14 @@ def splits_of(features: int) -> int:
     return -(-features // SPAN)
 
 
+def sizes_of(lora: LoRAWeights) -> dict[str, Any]:
+    """Return the constexprs that tell a kernel the parts of the output, as `part_of` takes them."""
+    sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
+    return {f"SIZE_{part}": size for part, size in enumerate(sizes)}
+
+
 def add_lora_by_row(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
-    """`kernels.add_lora` for contiguous y and x."""
+    """`kernels.add_lora` for contiguous y and x, and slots of rank at most `MOST_RANK`."""
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     block, splits = _NUMBERS // rank, splits_of(k)
     span = min(SPAN, triton.next_power_of_2(k))
@@ -145,19 +157,15 @@ def add_lora_by_row(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> N
         BLOCK_K=min(span, block),
         **same,
     )
-    sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
     launch(
         expand_row_kernel,
-        (tokens, sum(triton.cdiv(size, block) for size in sizes), 1),
+        (tokens, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
         (h, slots, lora.b, lora.ranks, y),
         (tokens,),
-        SIZE_0=sizes[0],
-        SIZE_1=sizes[1],
-        SIZE_2=sizes[2],
-        SIZE_3=sizes[3],
         SLOT_STRIDE=lora.b.stride(0),
         BLOCK_N=block,
         SPLITS=splits,
         ALL_SPLITS=triton.next_power_of_2(splits),
+        **sizes_of(lora),
         **same,
     )
