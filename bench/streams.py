@@ -79,8 +79,8 @@ async def served(engine: AsyncEngine) -> AsyncIterator[int]:
             with loaded_objects_set_aside(service.supervisor):
                 yield listener.getsockname()[1]
         finally:
-            service.stop.set()
-            service.stop_now.set()
+            service.entrance.stop.set()
+            service.entrance.stop_now.set()
             await task
 
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack, nullcontext
 from aiohttp import web
 
 from asyncllm.server.http.access import KEY, Auth
+from asyncllm.server.http.entrance import REQUEST_ID, add_headers, expect_nothing, give_id
 from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
-from asyncllm.server.http.request_id import HEADER, REQUEST_ID, give_id
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Route, Slashes
 from asyncllm.server.observe.access_log import log_request
@@ -39,7 +39,7 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
             # Each GET route accepts HEAD too, which Ollama's program sends first.
             for method in ("GET", "HEAD") if route.method == "GET" and not route.streams else (route.method,):
-                added = app.router.add_route(method, route.path, route.handler, expect_handler=_expect_nothing)
+                added = app.router.add_route(method, route.path, route.handler, expect_handler=expect_nothing)
                 table[added] = route
     app.router.register_resource(Slashes(app.router))
     app[TABLE] = table
@@ -55,15 +55,9 @@ async def _measure(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[HEADER] = request.get(REQUEST_ID, "")
-    response.headers["X-Content-Type-Options"] = "nosniff"
+    add_headers(request, response, service_of(request).access)
     if ignored := request.get(IGNORED):
         response.headers["X-Ignored-Fields"] = named_in_a_header(ignored)
-    service_of(request).access.grant(request, response)
-
-
-async def _expect_nothing(request: web.Request) -> None:
-    """Leave `Expect: 100-continue` to `read_body`, so that a refused request need not send its body."""
 
 
 @web.middleware
@@ -116,7 +110,7 @@ async def _answer(
             works = route is not None and route.work
             with ExitStack() as in_work:
                 if works:
-                    in_work.enter_context(service.work())
+                    in_work.enter_context(service.entrance.work())
                     in_work.enter_context(working(request))
                     await service.request_gate.enter()
                 response = await _answered(request, service, route, handler)

@@ -19,10 +19,11 @@ from asyncllm.server.app import build_app
 from asyncllm.server.distributor.registration import Registration
 from asyncllm.server.http.acceptor import raise_limit
 from asyncllm.server.http.access import Access, read_admin_keys, read_keys
+from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
 from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.server.request.arguments import OPENAI_DEFAULTS, defaults_of
-from asyncllm.server.service import Phase, Service
+from asyncllm.server.service import Service
 from asyncllm.server.supervisor import Supervisor
 from asyncllm.shown import complain
 
@@ -62,9 +63,9 @@ def _checkpoint_defaults(model_path: str) -> dict[str, object]:
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until `service.stop` is set. Then /health/ready reports that the server is leaving, and after `drain_delay`
-    seconds it drains: it refuses new requests, lets running ones finish for `drain_timeout` seconds, and ends the rest
-    with an error event. Setting `service.stop_now` cuts this short.
+    """Serve until the entrance's `stop` is set. Then /health/ready reports that the server is leaving, and after
+    `drain_delay` seconds it drains: it refuses new requests, lets running ones finish for `drain_timeout` seconds, and
+    ends the rest with an error event. Setting `stop_now` cuts this short.
 
     Raises EngineDead if the engine has died and is not replaced, after all requests have received their errors.
     """
@@ -73,17 +74,18 @@ async def serve_until_stopped(service: Service, listener: socket.socket, tls: ss
 
 
 async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
+    entrance = service.entrance
     async with service.supervisor.keeping() as gave_up:
-        await first_of(None, service.stop, gave_up)
+        await first_of(None, entrance.stop, gave_up)
         if service.config.drain_delay and not gave_up.is_set():
-            service.phase = Phase.LEAVING
-            await first_of(service.config.drain_delay, service.stop_now, gave_up)
-        service.phase = Phase.DRAINING
+            entrance.phase = Phase.LEAVING
+            await first_of(service.config.drain_delay, entrance.stop_now, gave_up)
+        entrance.phase = Phase.DRAINING
         stop_accepting()
-        await first_of(service.config.drain_timeout, service.stop_now, service.idle, gave_up)
+        await first_of(service.config.drain_timeout, entrance.stop_now, entrance.idle, gave_up)
         # Requests still running now receive their error event; their handlers end by themselves.
         await service.supervisor.close()
-        await first_of(service.config.write_timeout, service.stop_now, service.idle)
+        await first_of(service.config.write_timeout, entrance.stop_now, entrance.idle)
 
 
 async def run(
@@ -119,10 +121,8 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
         if loading:
             if may_be_second or not task.cancelling():
                 task.cancel()
-        elif not service.stop.is_set():
-            service.stop.set()
-        elif may_be_second:
-            service.stop_now.set()
+        else:
+            service.entrance.ask_to_stop(may_be_second)
 
     with calling_at_signals(asked_to_stop), listener:
         try:
@@ -145,7 +145,7 @@ def _registered(service: Service, registration: Registration | None) -> Abstract
     """Return a context in which the server is registered with its distributor, until it is asked to stop."""
     if registration is None:
         return nullcontext()
-    return registration.kept([service.engine.model_name, *service.engine.adapters], service.stop)
+    return registration.kept([service.engine.model_name, *service.engine.adapters], service.entrance.stop)
 
 
 @contextmanager

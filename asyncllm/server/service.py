@@ -1,12 +1,9 @@
-"""Service: the state shared by all handlers, and the number of requests being worked on."""
+"""Service: the state shared by all handlers."""
 
 from __future__ import annotations
 
-import asyncio
-import enum
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -14,6 +11,7 @@ from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.event_loop.request_gate import RequestGate
 from asyncllm.server.http.access import Access
+from asyncllm.server.http.entrance import Entrance
 from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.sessions import KeptSessions
@@ -23,25 +21,15 @@ from asyncllm.server.responses.store import KeptResponses
 from asyncllm.server.supervisor import Supervisor
 from asyncllm.text.chat_template import ChatTemplate
 
-__all__ = ["SERVICE", "TABLE", "Phase", "Service", "service_of", "table_of"]
-
+__all__ = ["SERVICE", "TABLE", "Service", "service_of", "table_of"]
 
 MAX_BODY = 4 * 2**20
 MAX_BODY_WITH_IMAGES = 32 * 2**20
 """Default maximum size of a request body: a photograph of 20 MB is 27 MB as a data: URL."""
 
 
-class Phase(enum.Enum):
-    """SERVING -> LEAVING -> DRAINING, after the server has been asked to stop."""
-
-    SERVING = "serving"
-    LEAVING = "leaving"
-    """For `drain_delay` seconds /health/ready fails, while requests are still served."""
-    DRAINING = "draining"
-
-
 class Service:
-    """An engine behind HTTP. Written by the requests (work) and by `run.serve_until_stopped` (phase)."""
+    """An engine behind HTTP."""
 
     def __init__(
         self,
@@ -60,21 +48,13 @@ class Service:
         self.sessions = KeptSessions(self.supervisor, config)
         self.responses = KeptResponses(config.session_ttl)
         self.background = BackgroundResponses()
-        self.phase = Phase.SERVING
+        self.entrance = Entrance(config.max_concurrent_requests, self._check_engine)
         self.request_gate = RequestGate()
         """Lets bursts of requests start a few at a time."""
         self.created = int(time.time())
         """Start time of the server in seconds since 1970, for /v1/models."""
-        self.stop = asyncio.Event()
-        """Set to make the server drain, as by SIGTERM."""
-        self.stop_now = asyncio.Event()
-        """Set to end at once, as by a second SIGTERM."""
-        self.idle = asyncio.Event()
-        """Set while no request is in work."""
-        self.idle.set()
         self.openapi = b""
         """The document served at /openapi.json. Written by the first request for it."""
-        self._in_work = 0
 
     @property
     def engine(self) -> AsyncEngine:
@@ -88,49 +68,13 @@ class Service:
             return self.config.max_body_bytes
         return MAX_BODY_WITH_IMAGES if self.engine.limits.takes_images else MAX_BODY
 
-    @property
-    def in_work(self) -> int:
-        """Number of requests in work."""
-        return self._in_work
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Count a request as work during the block. Raises ApiError 429 if there are too many, 503 if the server
-        drains, restarts its engine or the model sleeps, and EngineError."""
-        if self.phase is Phase.DRAINING:
-            raise ApiError(
-                503,
-                "The server is shutting down. Send the request to another one.",
-                code="shutting_down",
-                headers={"Connection": "close", **retry_after(5)},
-            )
+    def _check_engine(self) -> None:
+        """Raise ApiError 503 while the engine restarts or the model sleeps, and EngineError."""
         self.supervisor.check_serving()
         if self.engine.sleep_level:
             raise ApiError(
                 503, "The model sleeps. Come back when it has been woken.", code="sleeping", headers=retry_after(5)
             )
-        most = self.config.max_concurrent_requests
-        if most and self._in_work >= most:
-            raise ApiError(
-                429,
-                f"The server has {most} requests in work, the most that it takes. Come back later.",
-                code="too_many_requests",
-                headers=retry_after(1),
-            )
-        with self.more_work():
-            yield
-
-    @contextmanager
-    def more_work(self) -> Iterator[None]:
-        """Count the rest of a request, which continues without its handler, as work during the block."""
-        self._in_work += 1
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self._in_work -= 1
-            if not self._in_work:
-                self.idle.set()
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 unless `model` is the served model, one of its adapters, or None."""

@@ -72,6 +72,6 @@ async def serving(
             async with aiohttp.ClientSession() as served.http:
                 yield served
         finally:
-            service.stop.set()
-            service.stop_now.set()
+            service.entrance.stop.set()
+            service.entrance.stop_now.set()
             await served.task

@@ -13,9 +13,9 @@ from asyncllm.server.distributor import node_routes, own_routes
 from asyncllm.server.distributor.distributor import DISTRIBUTOR, Distributor, distributor_of
 from asyncllm.server.distributor.forwarding import error_format
 from asyncllm.server.http.access import KEY
+from asyncllm.server.http.entrance import REQUEST_ID, add_headers, expect_nothing, give_id
 from asyncllm.server.http.errors import ApiError, as_api_error
 from asyncllm.server.http.protocol import working
-from asyncllm.server.http.request_id import HEADER, REQUEST_ID, give_id
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
 from asyncllm.server.http.routing import Slashes, without_slashes
 from asyncllm.server.observe.access_log import log_request
@@ -72,9 +72,9 @@ def build_app(distributor: Distributor) -> web.Application:
         # As in the server, HEAD asks for the headers of GET; but no HEAD stops servers.
         also_head = method == "GET" and handler is not node_routes.terminate_all
         for each in (method, "HEAD") if also_head else (method,):
-            app.router.add_route(each, path, handler, expect_handler=_expect_nothing)
+            app.router.add_route(each, path, handler, expect_handler=expect_nothing)
     app.router.register_resource(Slashes(app.router))
-    app.router.add_route("*", FORWARDED, _forward, expect_handler=_expect_nothing)
+    app.router.add_route("*", FORWARDED, _forward, expect_handler=expect_nothing)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run)
     return app
@@ -86,13 +86,7 @@ async def _run(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[HEADER] = request.get(REQUEST_ID, "")
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    distributor_of(request).access.grant(request, response)
-
-
-async def _expect_nothing(request: web.Request) -> None:
-    """Leave `Expect: 100-continue` to `read_body`."""
+    add_headers(request, response, distributor_of(request).access)
 
 
 async def _forward(request: web.Request) -> web.StreamResponse:
@@ -106,7 +100,7 @@ async def _forward(request: web.Request) -> web.StreamResponse:
         )
     distributor = distributor_of(request)
     with ExitStack() as in_work:
-        in_work.enter_context(distributor.work())
+        in_work.enter_context(distributor.entrance.work())
         in_work.enter_context(working(request))
         response = await distributor.forwarding.forward(request)
         # The request counts as work until its answer is written, because a draining distributor waits for that.

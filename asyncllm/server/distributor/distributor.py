@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
@@ -20,7 +19,7 @@ from asyncllm.server.distributor.pins import Pins
 from asyncllm.server.distributor.strategies import strategy_named
 from asyncllm.server.distributor.upstream import open_session
 from asyncllm.server.http.access import Access, read_admin_keys, read_key, read_keys
-from asyncllm.server.http.errors import ApiError, retry_after
+from asyncllm.server.http.entrance import Entrance
 
 __all__ = ["DISTRIBUTOR", "Distributor", "distributor_of", "open_distributor"]
 
@@ -28,12 +27,13 @@ logger = logging.getLogger("asyncllm.server")
 
 
 class Distributor:
-    """What all handlers share. Written by the requests (work) and by `run` (draining)."""
+    """What all handlers share."""
 
     def __init__(self, config: DistributorConfig, access: Access, kept: Sequence[Node], file: NodeFile | None) -> None:
         """`kept`: the nodes of the node file."""
         self.config = config
         self.access = access
+        self.entrance = Entrance()
         self.nodes = Nodes()
         for url in config.nodes or ():
             self.nodes.add(Node(address_of_node(url), configured=True))
@@ -48,16 +48,6 @@ class Distributor:
         self.forwarding: Forwarding
         """Set, like `checks`, while `running`."""
         self.checks: HealthChecks
-        self.draining = False
-        """Whether new requests are refused, because the distributor has been asked to stop."""
-        self.stop = asyncio.Event()
-        """Set to make it drain, as by SIGTERM."""
-        self.stop_now = asyncio.Event()
-        """Set to end at once, as by a second SIGTERM."""
-        self.idle = asyncio.Event()
-        """Set while no request is in work."""
-        self.idle.set()
-        self._in_work = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -80,25 +70,6 @@ class Distributor:
                 yield
             finally:
                 await self.checks.close()
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Count a request as work during the block. Raises ApiError 503 if the distributor drains."""
-        if self.draining:
-            raise ApiError(
-                503,
-                "The distributor is shutting down. Come back later.",
-                code="shutting_down",
-                headers={"Connection": "close", **retry_after(5)},
-            )
-        self._in_work += 1
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self._in_work -= 1
-            if not self._in_work:
-                self.idle.set()
 
     async def save(self) -> None:
         """Write the node file, if there is one. The log tells of a failure, since the nodes serve nevertheless."""

@@ -23,8 +23,8 @@ from asyncllm.server.distributor.routing_fields import RESPONSES, RoutingFields,
 from asyncllm.server.distributor.upstream import request_headers, response_headers
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.body import read_body
+from asyncllm.server.http.entrance import REQUEST_ID, REQUEST_ID_HEADER
 from asyncllm.server.http.errors import ApiError, ErrorFormat, event_of, retry_after
-from asyncllm.server.http.request_id import HEADER, REQUEST_ID
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, Connection, begin
 from asyncllm.server.http.routing import without_slashes
 
@@ -191,7 +191,7 @@ class Forwarding:
 
     async def _ask(self, passing: _Passing, node: Node, method: str, path: str) -> aiohttp.ClientResponse:
         headers = request_headers(passing.request.headers, self._node_key)
-        headers[HEADER] = passing.request[REQUEST_ID]
+        headers[REQUEST_ID_HEADER] = passing.request[REQUEST_ID]
         body = passing.body if method == passing.request.method else b""
         url = URL(node.url + path, encoded=True)
         return await self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False)

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.server.distributor.distributor import distributor_of
+from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.errors import ApiError, retry_after
 
 __all__ = ["health", "load", "metrics", "models", "no_metrics", "ready"]
@@ -34,16 +35,20 @@ def _counts(request: web.Request) -> dict[str, Any]:
     return {"nodes": len(nodes), "ready": sum(node.ready for node in nodes)}
 
 
+def _leaves(request: web.Request) -> bool:
+    return distributor_of(request).entrance.phase is not Phase.SERVING
+
+
 async def health(request: web.Request) -> web.Response:
     """200 while the distributor lives, whatever its nodes do."""
-    return _json({"status": "draining" if distributor_of(request).draining else "healthy", **_counts(request)})
+    return _json({"status": "draining" if _leaves(request) else "healthy", **_counts(request)})
 
 
 async def ready(request: web.Request) -> web.Response:
     """200 while there is a node that takes requests; 503 otherwise, and once the distributor has been asked to stop."""
     counts = _counts(request)
-    if distributor_of(request).draining or not counts["ready"]:
-        status = "draining" if distributor_of(request).draining else "no_node"
+    if _leaves(request) or not counts["ready"]:
+        status = "draining" if _leaves(request) else "no_node"
         response = _json({"status": status, **counts}, 503)
         response.headers.update(retry_after(5))
         return response

@@ -11,6 +11,7 @@ from asyncllm.config import DistributorConfig
 from asyncllm.server.distributor.app import build_app
 from asyncllm.server.distributor.distributor import Distributor, open_distributor
 from asyncllm.server.http.acceptor import raise_limit
+from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
 from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.shown import complain
@@ -29,14 +30,7 @@ async def run(config: DistributorConfig, announce: Callable[[str], None] | None 
         with bind(config) as listener:
             port = listener.getsockname()[1]
             distributor = await asyncio.to_thread(open_distributor, config, port)
-
-            def asked_to_stop(may_be_second: bool) -> None:
-                if not distributor.stop.is_set():
-                    distributor.stop.set()
-                elif may_be_second:
-                    distributor.stop_now.set()
-
-            with calling_at_signals(asked_to_stop):
+            with calling_at_signals(distributor.entrance.ask_to_stop):
                 greet = announce or partial(_greet, distributor)
                 await serve_until_stopped(distributor, listener, greet)
 
@@ -44,16 +38,16 @@ async def run(config: DistributorConfig, announce: Callable[[str], None] | None 
 async def serve_until_stopped(
     distributor: Distributor, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
-    """Serve until `distributor.stop` is set. Then new requests are refused, and running ones have `drain_timeout`
+    """Serve until the entrance's `stop` is set. Then new requests are refused, and running ones have `drain_timeout`
     seconds to finish; setting `stop_now` cuts this short."""
-    config = distributor.config
+    config, entrance = distributor.config, distributor.entrance
     tls = await asyncio.to_thread(tls_context, config)
     async with listening(build_app(distributor), config, listener, tls) as stop_accepting:
         announce(address_of(config, listener))
-        await distributor.stop.wait()
-        distributor.draining = True
+        await entrance.stop.wait()
+        entrance.phase = Phase.DRAINING
         stop_accepting()
-        await first_of(config.drain_timeout, distributor.stop_now, distributor.idle)
+        await first_of(config.drain_timeout, entrance.stop_now, entrance.idle)
 
 
 def _greet(distributor: Distributor, address: str) -> None:

@@ -79,8 +79,8 @@ async def terminate(request: web.Request) -> web.Response:
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "A page of another site may not stop the server.", code="cross_site")
     service = service_of(request)
-    service.stop.set()
-    return json_response(Terminating(running=service.in_work))
+    service.entrance.stop.set()
+    return json_response(Terminating(running=service.entrance.in_work))
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
