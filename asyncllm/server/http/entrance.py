@@ -27,7 +27,7 @@ GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Phase(enum.Enum):
-    """SERVING -> LEAVING -> DRAINING, after the program has been asked to stop; without a delay, LEAVING is left out."""
+    """SERVING -> LEAVING -> DRAINING, after the program has been asked to stop. LEAVING is left out without a delay."""
 
     SERVING = "serving"
     LEAVING = "leaving"
@@ -36,8 +36,8 @@ class Phase(enum.Enum):
 
 
 class Entrance:
-    """The requests in work, written by the requests; the wish to stop, written by whoever asks for it; and the phase,
-    written by the function that serves."""
+    """Written by the requests (`in_work`), by signals and routes that stop the program (`stop`, `stop_now`), and by the
+    function that serves (`phase`)."""
 
     def __init__(self, max_in_work: int = 0, check: Callable[[], None] | None = None) -> None:
         """`max_in_work`: maximum number of requests in work; 0: no limit. `check` raises ApiError for reasons of the
