@@ -18,7 +18,7 @@ from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import RopeConfig, RopeKind
 from asyncllm.models.model_config import ExpertsConfig, ModelConfig
 from asyncllm.models.overrides import with_rotation
-from asyncllm.text.checkpoint_files import overridden
+from asyncllm.text.config_overrides import overridden
 
 __all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
 

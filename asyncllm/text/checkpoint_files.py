@@ -20,7 +20,6 @@ __all__ = [
     "AddedToken",
     "TokenSettings",
     "classes_of",
-    "overridden",
     "read_json_object",
 ]
 
@@ -54,12 +53,6 @@ BY_MODEL_TYPE: Mapping[str, str] = {
     "Yi": "YiForCausalLM",
 }
 """`model_type` -> class, for a config.json without `architectures`, such as DeepSeek-VL2's."""
-
-
-_LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
-_PARTS = (*_LANGUAGE_PARTS, "vision_config")
-_OF_LANGUAGE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "max_position_embeddings")
-"""Entries of config.json that only a language model has, even if its part leaves them out."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -256,34 +249,3 @@ def _ids(source: dict[str, Any], key: str, file: str) -> list[int]:
             f"{key} in {file} is {value!r}, but it is a token id or a list of token ids. Correct the file."
         )
     return ids
-
-
-def _replaced(fields: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields, **entries}
-
-
-def overridden(
-    fields: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    *,
-    change: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _replaced,
-) -> dict[str, Any]:
-    """Return the entries of config.json with those of `overrides`.
-
-    An object for a part of the model, such as text_config, replaces the entries of the part that it names; entries of
-    the language model may be given without naming its part. `change` replaces entries of one object.
-    """
-    parts = {
-        name: dict(overrides.get(name) or {})
-        for name in _PARTS
-        if isinstance(fields.get(name), dict) and isinstance(overrides.get(name, {}), Mapping)
-    }
-    language = next((name for name in _LANGUAGE_PARTS if name in parts), None)
-    whole = {}
-    for key, value in overrides.items():
-        if language and key not in fields and (key in fields[language] or key in _OF_LANGUAGE):
-            parts[language].setdefault(key, value)
-        elif key not in parts:
-            whole[key] = value
-    inner = {name: change(fields[name], entries) for name, entries in parts.items() if entries}
-    return {**change(fields, whole), **inner}

@@ -11,7 +11,8 @@ from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
-from asyncllm.text.checkpoint_files import classes_of, overridden, read_json_object
+from asyncllm.text.checkpoint_files import classes_of, read_json_object
+from asyncllm.text.config_overrides import overridden
 from asyncllm.vl.image_tokens import added_tokens, fallback_token, fallback_token_id, image_token, token_id_of, token_of
 from asyncllm.vl.known_towers import multi_modality_fields, tower_fields, tower_settings
 from asyncllm.vl.prepared_images import PreparedImages

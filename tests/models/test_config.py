@@ -170,6 +170,11 @@ def test_kinds_of_layers_that_overrides_leave_out_stay(tmp_path: Path) -> None:
         read(tmp_path, {"rope_parameters": {"other": full}}, gemma, hf_overrides={"rope_theta": 7e4})
 
 
+def test_an_override_of_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=r"config\.json has no text_config"):
+        read(tmp_path, {}, hf_overrides={"text_config": {"rope_theta": 7e4}})
+
+
 def test_an_override_turns_scaling_off(tmp_path: Path) -> None:
     plain = read(tmp_path, {"rope_theta": 5e5}).rope
     for words in (OLD_WORDS, NEW_WORDS):
