@@ -23,8 +23,8 @@ from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import allocate
+from asyncllm.models.load_plan import plan_load
 from asyncllm.models.registry import open_unfilled
-from asyncllm.models.weights import plan_load
 
 __all__ = ["Batch", "Comparison", "Walk"]
 
@@ -55,7 +55,7 @@ class Comparison(NamedTuple):
 
 
 class Walk:
-    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `weights.plan_load`
+    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `load_plan.plan_load`
     do."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,8 +258,7 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
         )
     if len(a) > MAX_RANK:
         raise UnsupportedModel(f"{folder}: {short(name)} has rank {len(a)}, and the highest is {MAX_RANK}. {_MERGE}")
-    split: Callable[..., list[Tensor]] = LAYOUTS[target.layout or "flat"]
-    pieces = split(b, [shape[0] for shape in shapes], layer)
+    pieces = LAYOUTS[target.layout or "flat"].split(b, [shape[0] for shape in shapes], layer)
     shares = [layer.share_of_factors(part, a, piece) for part, piece in zip(names, pieces, strict=True)]
     return target.module, [Factors(part, *share) for part, share in zip(names, shares, strict=True)]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "STACKS", "Stack"]
+__all__ = ["LAYOUTS", "STACKS", "Layout", "Stack"]
 
 
 def _split_flat(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
@@ -80,11 +80,20 @@ STACKS: Mapping[str, Stack] = {
 }
 """Layouts of all experts at once, by name. "stacked_either" means "stacked" if the tensor's shape fits that."""
 
-LAYOUTS: Mapping[str, Callable[[Tensor, list[int], Any], list[Tensor]]] = {
-    "by_head": _split_by_head,
-    "flat": _split_flat,
-    "grouped": _split_grouped,
-    "quarters": _split_quarters,
-    "transposed": _split_flat,
+
+class Layout(NamedTuple):
+    """The layout of a layer's parts in one tensor."""
+
+    split: Callable[[Tensor, list[int], Any], list[Tensor]]
+    """Function of the tensor (output features first), the parts' sizes and the layer -> the parts."""
+    pieces: Callable[[Any], int] = lambda owner: 1
+    """Function of the layer -> the number of pieces in which the tensor has each part."""
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "by_head": Layout(_split_by_head, lambda owner: int(owner.stored_heads)),
+    "flat": Layout(_split_flat),
+    "grouped": Layout(_split_grouped, lambda owner: int(owner.stored_kv_heads)),
+    "quarters": Layout(_split_quarters, lambda owner: 4),
+    "transposed": Layout(_split_flat),
 }
-"""By name: function of the tensor (output features first), the parts' sizes and the layer -> the parts."""

@@ -28,13 +28,13 @@ from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
 from asyncllm.models.head import SCORING, settle_head
+from asyncllm.models.load_plan import expected_numbers, load
 from asyncllm.models.module_map import MODULE_MAP, replace_layers
 from asyncllm.models.quantized import attach, open_checkpoint
 from asyncllm.models.refused import REFUSED_MODELS
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision_language import VISION_MODELS, composed
-from asyncllm.models.weights import expected_numbers, load
 from asyncllm.quant.scheme import Scheme, refuse_mlx, scheme_of
 from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncllm.models.load_plan import LoadPlan
 from asyncllm.models.registry import families, read_config
-from asyncllm.models.weights import LoadPlan
 
 _LINES = Path(__file__).with_name("published.jsonl").read_text(encoding="utf-8").splitlines()
 RECORDS = {record["model"]: record for record in map(json.loads, _LINES)}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.load_plan import plan_update
 from asyncllm.models.registry import open_model
-from asyncllm.models.weights import plan_update
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES
 

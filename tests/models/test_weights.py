@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.weights import Target, WeightMap, load
+from asyncllm.models.load_plan import load
+from asyncllm.models.weights import Target, WeightMap
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 6, 2, 4, 8, 12, 3, 2
 

@@ -18,7 +18,7 @@ from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
 from asyncllm.kernels.packed import expand_stack
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.weights import plan_update
+from asyncllm.models.load_plan import plan_update
 from asyncllm.protocol import Sleep, Wake
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Runner, random_tokens

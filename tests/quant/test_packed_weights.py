@@ -14,8 +14,8 @@ from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, 
 from asyncllm.kernels.packed import PLANE, chunk_of, natural, pack_codes, unpack_codes
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.load_plan import plan_update
 from asyncllm.models.registry import open_model, read_config
-from asyncllm.models.weights import plan_update
 from asyncllm.quant.packed import Packed
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Runner, random_tokens
@@ -286,6 +286,37 @@ def test_words_that_sizes_do_not_fill(tmp_path: Path) -> None:
     change(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.qweight": torch.zeros(128, 8).int()}))
     with pytest.raises((InvalidCheckpoint, UnsupportedModel), match="gate_proj"):
         open_cpu(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "name", "says"),
+    [
+        (
+            "internlm2",
+            {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2},
+            "awq-gemm-32",
+            r"wqkv\.qweight' has 2 pieces of each.* and 2 does not divide the 12 and 3 and 3 entries",
+        ),
+        (
+            "internlm2",
+            {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2},
+            "gptq-4-32-ordered",
+            r"wqkv\.qzeros' has 2 pieces.* in which 96 and 24 and 24 output features",
+        ),
+        (
+            "qwen3_next",
+            {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 20, "shared_expert_intermediate_size": 64},
+            "awq-gemm-32",
+            r"q_proj\.qweight' has 8 pieces.* does not divide the 20 and 20 entries",
+        ),
+    ],
+)
+def test_words_of_two_heads(family: str, sizes: dict[str, int], name: str, says: str, tmp_path: Path) -> None:
+    dense = build_checkpoint(
+        family, tmp_path / "dense", **{"intermediate_size": 128, "moe_intermediate_size": 64, **sizes}
+    )
+    with pytest.raises(UnsupportedModel, match=says):
+        open_cpu(write(dense, tmp_path / "model", FORMATS[name]))
 
 
 def test_config_and_files_that_do_not_belong_together(dense: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from asyncllm.kernels import ScaledWeight
 from asyncllm.kernels.scaled import expand
 from asyncllm.layers.linear_method import LinearMethod, Unquantized, Weighted
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.weights import plan_update
+from asyncllm.models.load_plan import plan_update
 from asyncllm.quant.scaled import Scaled
 from tests.checkpoints import build_checkpoint
 from tests.quant.formats import Eight, change, eight, fp8, from_e4m3, smooth_quant, to_e4m3, write, write_config
