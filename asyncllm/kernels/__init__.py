@@ -30,7 +30,7 @@ from asyncllm.kernels.linear import (
     linear_invariant,
     linear_silu_mul,
 )
-from asyncllm.kernels.lora import LoRAWeights, RowGroups, add_lora, group_rows
+from asyncllm.kernels.lora import LoRAWeights, RowGroups, ShrunkRows, expand_lora, group_rows, shrink_lora
 from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, mean_squares, rms_norm
@@ -73,16 +73,17 @@ __all__ = [
     "RowGroups",
     "ScaledWeight",
     "Segments",
+    "ShrunkRows",
     "StatePlan",
     "States",
     "activate",
     "add_layer_norm",
-    "add_lora",
     "add_rms_norm",
     "add_rms_norm_rounded",
     "apply_rotary",
     "copy_blocks",
     "embed",
+    "expand_lora",
     "expanded_prefill_attention",
     "fill_kv_cache",
     "fused_experts",
@@ -134,6 +135,7 @@ __all__ = [
     "segments_finite",
     "selective_scan",
     "short_convolution",
+    "shrink_lora",
     "sigmoid",
     "silu",
     "silu_mul",

@@ -3,6 +3,7 @@ adapter."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,17 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["FEW_ROWS", "GROUP", "MAX_PARTS", "LoRAWeights", "RowGroups", "add_lora", "group_rows"]
+__all__ = [
+    "FEW_ROWS",
+    "GROUP",
+    "MAX_PARTS",
+    "LoRAWeights",
+    "RowGroups",
+    "ShrunkRows",
+    "expand_lora",
+    "group_rows",
+    "shrink_lora",
+]
 
 FEW_ROWS = 64
 """Number of decode rows that kernels multiply one by one, without groups. For Llama-3-8B's layers with rank 16 on an
@@ -36,6 +47,16 @@ class LoRAWeights(NamedTuple):
     """[S] int32: rank of the adapter in each slot; 0 if it has nothing for this layer."""
     sizes: tuple[int, ...]
     """Output features of each part; at most `MAX_PARTS` parts."""
+
+
+class ShrunkRows(NamedTuple):
+    """Rows multiplied by their adapter's A: partial sums over the input features, to be added in their order and
+    multiplied by B. Rows without an adapter, and numbers beyond an adapter's rank, are unspecified."""
+
+    first: Tensor
+    """[S, R, P * rank] float32: the rows that may each have a different adapter."""
+    rest: Tensor
+    """[S, T - R, P * rank] float32: the others."""
 
 
 class RowGroups(NamedTuple):
@@ -69,26 +90,54 @@ def group_rows(slots: Tensor) -> RowGroups:
     return found
 
 
-@op("lora:add_lora")
-def add_lora(
-    y: Tensor,
-    x: Tensor,
-    slots: Tensor,
-    lora: LoRAWeights,
-    *,
-    num_single: int = 0,
-    groups: RowGroups | None = None,
-) -> Tensor:
-    """y [T, out] + (x [T, in] A^T rounded to x's dtype) B^T by the adapter of each row, in y's memory -> y.
+@op("lora:shrink_lora")
+def shrink_lora(
+    x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, groups: RowGroups | None = None
+) -> ShrunkRows:
+    """x [T, in] -> x A^T by the adapter of each row.
 
-    slots [T] int32; a row with slot -1 has no adapter and stays unchanged, bit for bit. No row depends on the adapters
-    of others. Sums are float32, and the result is rounded once. The first `num_single` rows may each have a different
-    adapter, like those of a decode step; `groups` of the first rows, instead, are faster for many, and a row's result
-    then does not depend on their number. Kernels read groups before the kernel in front has ended, so another one has
-    to come between `group_rows` and the first product. The other rows are expected in runs of one adapter; any other
-    order is correct but slow.
+    slots [T] int32; a row with slot -1 has no adapter. No row depends on the adapters of others. The first `num_single`
+    rows may each have a different adapter, like those of a decode step; `groups` of the first rows, instead, are faster
+    for many, and a row's result then does not depend on their number. Kernels read groups before the kernel in front
+    has ended, so another one has to come between `group_rows` and the first product. The other rows are expected in
+    runs of one adapter; any other order is correct but slow.
+
+    To be called before the layer's own product: that product's kernel reads its first weights meanwhile.
     """
-    rank, num_grouped = lora.b.shape[-1], 0 if groups is None else len(groups.slots)
+    first = num_single if groups is None else len(groups.slots)
+    shrunk = x.new_zeros(1, len(x), lora.a.shape[1], dtype=torch.float32)
+    rank = lora.b.shape[-1]
+    for slot, own, rows in _rows_by_slot(slots, lora, groups):
+        taken = x[rows].float()
+        for part in range(0, shrunk.shape[2], rank):
+            shrunk[0, rows, part : part + own] = taken @ lora.a[slot, part : part + own].float().t()
+    return ShrunkRows(shrunk[:, :first], shrunk[:, first:])
+
+
+@op("lora:expand_lora")
+def expand_lora(
+    y: Tensor, shrunk: ShrunkRows, slots: Tensor, lora: LoRAWeights, *, groups: RowGroups | None = None
+) -> Tensor:
+    """y [T, out] + (`shrunk` rounded to y's dtype) B^T by the adapter of each row, in y's memory -> y.
+
+    `shrunk` is what `shrink_lora` returned for the same slots, adapters and groups. A row without an adapter stays
+    unchanged, bit for bit. Sums are float32, and the result is rounded once.
+    """
+    inner = torch.cat([rows.sum(0) for rows in shrunk]).to(y.dtype).float()
+    rank = lora.b.shape[-1]
+    for slot, own, rows in _rows_by_slot(slots, lora, groups):
+        first = 0
+        for part, size in enumerate(lora.sizes):
+            b = lora.b[slot, first : first + size, :own].float()
+            added = inner[rows, part * rank : part * rank + own] @ b.t()
+            y[rows, first : first + size] = (y[rows, first : first + size] + added).to(y.dtype)
+            first += size
+    return y
+
+
+def _rows_by_slot(slots: Tensor, lora: LoRAWeights, groups: RowGroups | None) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield slot, its adapter's rank and its rows [R] int64 to process at once; slots with nothing are left out."""
+    num_grouped = 0 if groups is None else len(groups.slots)
     for slot in sorted(set(slots.tolist())):
         own = 0 if slot < 0 else int(lora.ranks[slot])
         if not own:
@@ -97,10 +146,4 @@ def add_lora(
         grouped = int((found < num_grouped).sum())
         # A matrix library chooses the order of summation by the number of rows.
         for rows in (*found[:grouped].split(1), found[grouped:]):
-            taken, first = x[rows].float(), 0
-            for part, size in enumerate(lora.sizes):
-                a, b = lora.a[slot, part * rank :][:own], lora.b[slot, first : first + size, :own]
-                shrunk = (taken @ a.float().t()).to(x.dtype).float()
-                y[rows, first : first + size] = (y[rows, first : first + size] + shrunk @ b.float().t()).to(y.dtype)
-                first += size
-    return y
+            yield slot, own, rows

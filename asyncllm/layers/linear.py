@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.distributed.group import RankGroup
-from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding
+from asyncllm.kernels import KVCache, Rotation, RoundedRows, Rounding, ShrunkRows
 from asyncllm.layers.images import ImageRows
 from asyncllm.layers.linear_method import Activation, Shard, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
@@ -32,8 +32,11 @@ class RowAdapters(Protocol):
     def columns(self) -> tuple[Column, ...]:
         """The step columns that they read."""
 
-    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the products y [..., out] of x [..., in] with the rows' additions, in y's memory or new."""
+    def shrink(self, x: Tensor, step: StepInputs) -> ShrunkRows:
+        """Return the rows of x [T, in] times their adapters' A. The layer's product follows."""
+
+    def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
+        """Return the products y [T, out] with the rows' additions, in y's memory or new."""
 
 
 class Linear(Weighted):
@@ -70,13 +73,15 @@ class Linear(Weighted):
     def forward(self, x: Tensor | RoundedRows, step: StepInputs) -> Tensor:
         if isinstance(x, RoundedRows):
             return self.summed(self.method.product_rounded(self, x))
+        adapters = self.adapters if step.adapted else None
+        shrunk = None if adapters is None else adapters.shrink(x, step)
         y = self.method.product(self, x)
         rows = None if step.image_features is None else self.image_rows
         if rows is not None:
             y = rows.apply_to(y, x, step)
-        if self.adapters is not None and step.adapted:
+        if adapters is not None and shrunk is not None:
             # Before the sum over ranks: additions from the ranks' shares of the input features are part of it.
-            y = self.adapters.add(y, x, step)
+            y = adapters.expand(y, shrunk, step)
         return y if self.group is None else self.summed(y)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.kernels import LoRAWeights
+from asyncllm.kernels import LoRAWeights, ShrunkRows
 from asyncllm.kernels.lora import FEW_ROWS
 from asyncllm.layers.step_inputs import Column, StepInputs
 
@@ -30,15 +30,13 @@ class LayerAdapters:
     def __init__(self, weights: LoRAWeights) -> None:
         self.weights = weights
 
-    def add(self, y: Tensor, x: Tensor, step: StepInputs) -> Tensor:
-        return kernels.add_lora(
-            y,
-            x,
-            step[ADAPTER_SLOTS],
-            self.weights,
-            num_single=step.num_decode,
-            groups=step.adapter_groups,
+    def shrink(self, x: Tensor, step: StepInputs) -> ShrunkRows:
+        return kernels.shrink_lora(
+            x, step[ADAPTER_SLOTS], self.weights, num_single=step.num_decode, groups=step.adapter_groups
         )
+
+    def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
+        return kernels.expand_lora(y, shrunk, step[ADAPTER_SLOTS], self.weights, groups=step.adapter_groups)
 
 
 def group_adapters(step: StepInputs) -> None:

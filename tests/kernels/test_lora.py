@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.kernels import LoRAWeights, add_lora, group_rows
+from asyncllm import kernels
+from asyncllm.kernels import LoRAWeights, RowGroups, group_rows
 from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton import lora as launchers
-from asyncllm.kernels.triton import lora_groups
+from asyncllm.kernels.triton import lora_groups, lora_rows
 from asyncllm.kernels.triton.lora_rows import MOST_RANK, splits_of
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
@@ -37,6 +39,20 @@ def weights(seed: int, sizes: tuple[int, ...], k: int, *, rank: int = 32, dtype:
     return LoRAWeights(a, b, ranks[:, 1], sizes)
 
 
+def add_reference(
+    y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, num_single: int = 0, groups: RowGroups | None = None
+) -> Tensor:
+    shrunk = kernels.shrink_lora.reference(x, slots, lora, num_single=num_single, groups=groups)
+    return kernels.expand_lora.reference(y, shrunk, slots, lora, groups=groups)
+
+
+def add(
+    y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, num_single: int = 0, groups: RowGroups | None = None
+) -> Tensor:
+    shrunk = launchers.shrink_lora(x, slots, lora, num_single=num_single, groups=groups)
+    return launchers.expand_lora(y, shrunk, slots, lora, groups=groups)
+
+
 def slots_of(tokens: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, len(RANKS), (tokens,), generator=generator).to(torch.int32).to(DEVICE)
@@ -54,7 +70,7 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
             for part, rows in enumerate((slice(0, 24), slice(24, 32), slice(32, 40))):
                 merged[rows] += lora.b[slot, rows] @ lora.a[slot, part * 32 : part * 32 + 32]
         expected.append(x[row] @ merged.t())
-    found = add_lora.reference(y, x, slots, lora)
+    found = add_reference(y, x, slots, lora)
     assert found is y
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
@@ -88,9 +104,9 @@ def test_the_kernels_do_as_the_reference(
         poison((num_grouped * (1 + GROUP),), dtype=torch.int32)
         groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
         poison((max(splits_of(k), 4), tokens, len(sizes) * rank), dtype=torch.float32)
-        return launchers.add_lora(y.clone(), x, slots, lora, num_single=num_single, groups=groups)
+        return add(y.clone(), x, slots, lora, num_single, groups)
 
-    found, expected = assert_repeatable(run), add_lora.reference(y.clone(), x, slots, lora)
+    found, expected = assert_repeatable(run), add_reference(y.clone(), x, slots, lora)
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * k**0.5)
     assert torch.equal(found[slots == -1], y[slots == -1]), "rows without an adapter are not touched"
@@ -99,21 +115,22 @@ def test_the_kernels_do_as_the_reference(
 
 
 def in_groups(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
-    return launchers.add_lora(y, x, slots, lora, groups=lora_groups.group_rows(slots))
+    return add(y, x, slots, lora, groups=lora_groups.group_rows(slots))
 
 
-@pytest.mark.parametrize("add", [add_lora.reference, launchers.add_lora, in_groups])
-def test_a_row_is_what_it_is_whatever_stands_beside_it(add: object) -> None:
+@pytest.mark.parametrize("added", [add_reference, add, in_groups])
+def test_a_row_is_what_it_is_whatever_stands_beside_it(
+    added: Callable[[Tensor, Tensor, Tensor, LoRAWeights], Tensor],
+) -> None:
     """Also where a neighbour's adapter is broken."""
-    assert callable(add)
     lora = weights(5, (48,), 600, dtype=torch.float32)
     lora.a[3].fill_(torch.nan)
     x, y = random(9, 600), random(9, 48, seed=1)
     slots = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
     slots[4] = 1
-    alone = add(y.clone(), x, slots, lora)
+    alone = added(y.clone(), x, slots, lora)
     slots[:4], slots[6:8] = 3, 0
-    beside = add(y.clone(), x, slots, lora)
+    beside = added(y.clone(), x, slots, lora)
     assert torch.equal(beside[[4, 5, 8]], alone[[4, 5, 8]])
     assert beside[0].isnan().all()
 
@@ -136,19 +153,21 @@ def test_groups_have_all_rows_of_their_adapter_in_order(num_rows: int, num_slots
 def test_few_rows_go_one_by_one_many_to_groups_and_prompts_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adapter of a tile costs a program some memory latencies: a tile of 64 rows may have 64 of them."""
     lora, taken = weights(3, (24,), 40, dtype=torch.float32), []
-    monkeypatch.setattr(launchers, "add_lora_by_row", lambda y, *_: taken.append(("row", len(y))))
-    monkeypatch.setattr(
-        launchers, "add_lora_in_groups", lambda y, x, groups, _: taken.append(("group", len(groups[0])))
-    )
-    monkeypatch.setattr(launchers, "_add_in_tiles", lambda y, *_: taken.append(("tile", len(y))))
+    for module in (launchers, lora_rows, lora_groups):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, grid, tensors, numbers, **_: taken.append((kernel.__name__, *numbers))
+        )
     rows, slots = random(300, 40), slots_of(300, 1)
     for tokens, num_single in ((60, 0), (300, 0), (300, 64)):
-        launchers.add_lora(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single=num_single)
+        add(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single)
     for tokens, num_grouped in ((300, 65), (300, 300), (60, 60), (0, 0)):
-        groups = lora_groups.group_rows(slots[:num_grouped])
-        launchers.add_lora(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, num_single=9, groups=groups)
-    few = [("row", 60), ("tile", 300), ("row", 64), ("tile", 236)]
-    assert taken == [*few, ("group", 65), ("tile", 235), ("group", 300), ("group", 60), ("group", 0)]
+        groups = RowGroups(slots[:num_grouped], slots.new_empty(num_grouped, GROUP))
+        add(rows[:tokens, :24], rows[:tokens], slots[:tokens], lora, 9, groups)
+    few = [("row", 60), ("", 300), ("row", 64), ("", 236)]
+    expected = [*few, ("group", 65), ("", 235), ("group", 300), ("group", 60)]
+    kinds = [(name.removesuffix("_kernel").partition("_"), count) for name, count in taken]
+    assert [(kind, count) for (step, _, kind), count in kinds if step == "shrink"] == expected
+    assert [(kind, count) for (step, _, kind), count in kinds if step == "expand"] == expected
 
 
 def test_a_row_of_a_high_rank_does_not_depend_on_how_many_there_are() -> None:

@@ -18,19 +18,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups
+from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups, ShrunkRows
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_groups import add_lora_in_groups
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, add_lora_by_row, part_of, sizes_of
+from asyncllm.kernels.triton.lora_groups import expand_groups, shrink_groups
+from asyncllm.kernels.triton.lora_rows import MOST_RANK, expand_rows, part_of, shrink_rows, sizes_of
 
-__all__ = ["BLOCK_K", "BLOCK_N", "BLOCK_T", "add_lora", "expand_kernel", "shrink_kernel", "splits_of"]
+__all__ = [
+    "BLOCK_K",
+    "BLOCK_N",
+    "BLOCK_T",
+    "expand_kernel",
+    "expand_lora",
+    "shrink_kernel",
+    "shrink_lora",
+    "splits_of",
+]
 
 BLOCK_T = 64
 """Number of rows per tile."""
 
 BLOCK_N = 128
 """Number of output features per program of `expand_kernel`."""
+
+_BLOCK_R = 64
+"""Maximum number of rows of A, or columns of B, that a program has at a time."""
 
 _FEW = 512
 """Number of rows up to which their tiles are too few to fill a device."""
@@ -143,60 +155,78 @@ def splits_of(rows: int, features: int) -> int:
     return max(1, min(_MOST_SPLITS, features // _SPAN)) if rows <= _FEW else 1
 
 
-def add_lora(
-    y: Tensor,
-    x: Tensor,
-    slots: Tensor,
-    lora: LoRAWeights,
-    *,
-    num_single: int = 0,
-    groups: RowGroups | None = None,
-) -> Tensor:
-    y, x = y.contiguous(), x.contiguous()
+def shrink_lora(
+    x: Tensor, slots: Tensor, lora: LoRAWeights, *, num_single: int = 0, groups: RowGroups | None = None
+) -> ShrunkRows:
+    x = x.contiguous()
     tokens, features = x.shape
     single = len(groups.slots) if groups is not None else tokens if tokens <= FEW_ROWS else num_single
     if lora.b.shape[-1] > MOST_RANK:
-        if single:
-            # The order of summation does not depend on how many they are.
-            _add_in_tiles(y[:single], x[:single], slots[:single], lora, splits_of(0, features))
+        # The order of summation does not depend on how many they are.
+        first = _shrink_tiles(x[:single], slots[:single], lora, splits_of(0, features))
     elif groups is not None:
-        add_lora_in_groups(y, x, groups, lora)
-    elif single:
-        add_lora_by_row(y[:single], x[:single], slots[:single], lora)
-    if single < tokens:
-        _add_in_tiles(y[single:], x[single:], slots[single:], lora, splits_of(tokens - single, features))
+        first = shrink_groups(x[:single], groups, lora)
+    else:
+        first = shrink_rows(x[:single], slots[:single], lora)
+    rest = _shrink_tiles(x[single:], slots[single:], lora, splits_of(tokens - single, features))
+    return ShrunkRows(first, rest)
+
+
+def expand_lora(
+    y: Tensor, shrunk: ShrunkRows, slots: Tensor, lora: LoRAWeights, *, groups: RowGroups | None = None
+) -> Tensor:
+    y = y.contiguous()
+    single = shrunk.first.shape[1]
+    if lora.b.shape[-1] > MOST_RANK:
+        _expand_tiles(y[:single], shrunk.first, slots[:single], lora)
+    elif groups is not None:
+        expand_groups(y[:single], shrunk.first, groups, lora)
+    else:
+        expand_rows(y[:single], shrunk.first, slots[:single], lora)
+    _expand_tiles(y[single:], shrunk.rest, slots[single:], lora)
     return y
 
 
-def _add_in_tiles(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights, splits: int) -> None:
+def _shrink_tiles(x: Tensor, slots: Tensor, lora: LoRAWeights, splits: int) -> Tensor:
     (rows, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
-    block_r, tiles = min(rank, 64), -(-rows // BLOCK_T)
     h = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
-    same: dict[str, Any] = {
-        "WIDTH": width,
+    if rows:
+        block_r = min(rank, _BLOCK_R)
+        launch(
+            shrink_kernel,
+            (-(-rows // BLOCK_T), width // block_r, splits),
+            (x, slots, lora.a, lora.ranks, h),
+            (rows,),
+            K=k,
+            SLOT_STRIDE=lora.a.stride(0),
+            BLOCK_K=BLOCK_K,
+            **_sizes_of_tiles(h, lora),
+        )
+    return h
+
+
+def _expand_tiles(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
+    rows = h.shape[1]
+    if rows:
+        launch(
+            expand_kernel,
+            (-(-rows // BLOCK_T), sum(-(-size // BLOCK_N) for size in lora.sizes), 1),
+            (h, slots, lora.b, lora.ranks, y),
+            (rows,),
+            SLOT_STRIDE=lora.b.stride(0),
+            BLOCK_N=BLOCK_N,
+            **sizes_of(lora),
+            **_sizes_of_tiles(h, lora),
+        )
+
+
+def _sizes_of_tiles(h: Tensor, lora: LoRAWeights) -> dict[str, Any]:
+    rank = lora.b.shape[-1]
+    return {
+        "WIDTH": h.shape[2],
         "RANK": rank,
         "RANKS_STRIDE": lora.ranks.stride(0),
         "BLOCK_T": BLOCK_T,
-        "BLOCK_R": block_r,
-        "SPLITS": splits,
+        "BLOCK_R": min(rank, _BLOCK_R),
+        "SPLITS": len(h),
     }
-    launch(
-        shrink_kernel,
-        (tiles, width // block_r, splits),
-        (x, slots, lora.a, lora.ranks, h),
-        (rows,),
-        K=k,
-        SLOT_STRIDE=lora.a.stride(0),
-        BLOCK_K=BLOCK_K,
-        **same,
-    )
-    launch(
-        expand_kernel,
-        (tiles, sum(-(-size // BLOCK_N) for size in lora.sizes), 1),
-        (h, slots, lora.b, lora.ranks, y),
-        (rows,),
-        SLOT_STRIDE=lora.b.stride(0),
-        BLOCK_N=BLOCK_N,
-        **sizes_of(lora),
-        **same,
-    )

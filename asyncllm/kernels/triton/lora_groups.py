@@ -23,12 +23,13 @@ from asyncllm.kernels.triton.lora_rows import SPAN, part_of, sizes_of, splits_of
 __all__ = [
     "A_NUMBERS",
     "B_NUMBERS",
-    "add_lora_in_groups",
     "expand_group_kernel",
+    "expand_groups",
     "group_rows",
     "group_rows_kernel",
     "group_starts_kernel",
     "shrink_group_kernel",
+    "shrink_groups",
 ]
 
 A_NUMBERS = 4096
@@ -115,11 +116,7 @@ def expand_group_kernel(
     WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Like `lora.expand_kernel`; a program has a group and BLOCK_N features of one part.
-
-    The products that y has are those of the kernel in front of `shrink_group_kernel`, which has ended: that kernel
-    waits for it before it releases this one.
-    """
+    """Like `lora.expand_kernel`; a program has a group and BLOCK_N features of one part."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     N: tl.constexpr = SIZE_0 + SIZE_1 + SIZE_2 + SIZE_3
     group = tl.program_id(0)
@@ -136,10 +133,10 @@ def expand_group_kernel(
     b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK
     b = tl.load(b_rows + r[None, :], mask=has_own & (features < end)[:, None], other=0.0)
     places = y_ptr + rows[:, None].to(tl.int64) * N + features[None, :]
-    y = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     if has_own:
+        y = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         h_rows = h_ptr + rows[:, None].to(tl.int64) * WIDTH + part * RANK + r[None, :]
         h = tl.load(h_rows, mask=is_row, other=0.0)
         for split in tl.static_range(1, SPLITS):
@@ -158,35 +155,52 @@ def group_rows(slots: Tensor) -> RowGroups:
     return groups
 
 
-def add_lora_in_groups(y: Tensor, x: Tensor, groups: RowGroups, lora: LoRAWeights) -> None:
-    """`kernels.add_lora` for the rows of `groups`, the first ones of contiguous y and x, and slots of rank at most
-    `MOST_RANK`."""
-    tokens, k, num_slots, rank, width = len(groups.slots), x.shape[1], len(lora.a), lora.b.shape[-1], lora.a.shape[1]
-    block, splits = B_NUMBERS // rank, splits_of(k)
+def shrink_groups(x: Tensor, groups: RowGroups, lora: LoRAWeights) -> Tensor:
+    """Return the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], whose rows are in
+    `groups`, and slots of rank at most `MOST_RANK`."""
+    (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     span = min(SPAN, triton.next_power_of_2(k))
-    # Each slot has at most one group that is not full.
-    num_groups = min(tokens, num_slots + tokens // GROUP)
-    h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
-    same: dict[str, Any] = {"WIDTH": width, "RANK": rank, "RANKS_STRIDE": lora.ranks.stride(0), "GROUP": GROUP}
-    launch(
-        shrink_group_kernel,
-        (num_groups, width // rank, splits),
-        (x, *groups, lora.a, lora.ranks, h),
-        (tokens,),
-        K=k,
-        SLOT_STRIDE=lora.a.stride(0),
-        SPAN=span,
-        BLOCK_K=min(span, A_NUMBERS // rank),
-        **same,
-    )
-    launch(
-        expand_group_kernel,
-        (num_groups, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
-        (h, *groups, lora.b, lora.ranks, y),
-        (tokens,),
-        SLOT_STRIDE=lora.b.stride(0),
-        BLOCK_N=block,
-        SPLITS=splits,
-        **sizes_of(lora),
-        **same,
-    )
+    h = torch.empty(splits_of(k), tokens, width, dtype=torch.float32, device=x.device)
+    if tokens:
+        launch(
+            shrink_group_kernel,
+            (_most_groups(tokens, lora), width // rank, len(h)),
+            (x, *groups, lora.a, lora.ranks, h),
+            (tokens,),
+            K=k,
+            WIDTH=width,
+            RANK=rank,
+            SLOT_STRIDE=lora.a.stride(0),
+            RANKS_STRIDE=lora.ranks.stride(0),
+            GROUP=GROUP,
+            SPAN=span,
+            BLOCK_K=min(span, A_NUMBERS // rank),
+        )
+    return h
+
+
+def expand_groups(y: Tensor, h: Tensor, groups: RowGroups, lora: LoRAWeights) -> None:
+    """Apply `kernels.expand_lora` to contiguous y [R, out], with h of `shrink_groups`."""
+    splits, tokens, width = h.shape
+    rank = lora.b.shape[-1]
+    block = B_NUMBERS // rank
+    if tokens:
+        launch(
+            expand_group_kernel,
+            (_most_groups(tokens, lora), sum(triton.cdiv(size, block) for size in lora.sizes), 1),
+            (h, *groups, lora.b, lora.ranks, y),
+            (tokens,),
+            WIDTH=width,
+            RANK=rank,
+            SLOT_STRIDE=lora.b.stride(0),
+            RANKS_STRIDE=lora.ranks.stride(0),
+            GROUP=GROUP,
+            BLOCK_N=block,
+            SPLITS=splits,
+            **sizes_of(lora),
+        )
+
+
+def _most_groups(rows: int, lora: LoRAWeights) -> int:
+    """Return the maximum number of groups: each slot has at most one that is not full."""
+    return min(rows, len(lora.a) + rows // GROUP)

@@ -20,10 +20,11 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = [
     "MOST_RANK",
     "SPAN",
-    "add_lora_by_row",
     "expand_row_kernel",
+    "expand_rows",
     "part_of",
     "shrink_row_kernel",
+    "shrink_rows",
     "sizes_of",
     "splits_of",
 ]
@@ -139,33 +140,46 @@ def sizes_of(lora: LoRAWeights) -> dict[str, Any]:
     return {f"SIZE_{part}": size for part, size in enumerate(sizes)}
 
 
-def add_lora_by_row(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
-    """`kernels.add_lora` for contiguous y and x, and slots of rank at most `MOST_RANK`."""
+def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
+    """Return the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], and slots of rank at
+    most `MOST_RANK`."""
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
-    block, splits = _NUMBERS // rank, splits_of(k)
     span = min(SPAN, triton.next_power_of_2(k))
-    h = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
-    same: dict[str, Any] = {"WIDTH": width, "RANK": rank, "RANKS_STRIDE": lora.ranks.stride(0)}
-    launch(
-        shrink_row_kernel,
-        (tokens, width // rank, splits),
-        (x, slots, lora.a, lora.ranks, h),
-        (tokens,),
-        K=k,
-        SLOT_STRIDE=lora.a.stride(0),
-        SPAN=span,
-        BLOCK_K=min(span, block),
-        **same,
-    )
-    launch(
-        expand_row_kernel,
-        (tokens, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
-        (h, slots, lora.b, lora.ranks, y),
-        (tokens,),
-        SLOT_STRIDE=lora.b.stride(0),
-        BLOCK_N=block,
-        SPLITS=splits,
-        ALL_SPLITS=triton.next_power_of_2(splits),
-        **sizes_of(lora),
-        **same,
-    )
+    h = torch.empty(splits_of(k), tokens, width, dtype=torch.float32, device=x.device)
+    if tokens:
+        launch(
+            shrink_row_kernel,
+            (tokens, width // rank, len(h)),
+            (x, slots, lora.a, lora.ranks, h),
+            (tokens,),
+            K=k,
+            WIDTH=width,
+            RANK=rank,
+            SLOT_STRIDE=lora.a.stride(0),
+            RANKS_STRIDE=lora.ranks.stride(0),
+            SPAN=span,
+            BLOCK_K=min(span, _NUMBERS // rank),
+        )
+    return h
+
+
+def expand_rows(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
+    """Apply `kernels.expand_lora` to contiguous y [R, out], with h of `shrink_rows`."""
+    splits, tokens, width = h.shape
+    rank = lora.b.shape[-1]
+    block = _NUMBERS // rank
+    if tokens:
+        launch(
+            expand_row_kernel,
+            (tokens, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
+            (h, slots, lora.b, lora.ranks, y),
+            (tokens,),
+            WIDTH=width,
+            RANK=rank,
+            SLOT_STRIDE=lora.b.stride(0),
+            RANKS_STRIDE=lora.ranks.stride(0),
+            BLOCK_N=block,
+            SPLITS=splits,
+            ALL_SPLITS=triton.next_power_of_2(splits),
+            **sizes_of(lora),
+        )
