@@ -216,7 +216,7 @@ class Batch(msgspec.Struct, kw_only=True):
     swaps: SwapPlan = msgspec.field(default_factory=SwapPlan)
     last_read: int = -1
     """The newest step whose result was known when this one was scheduled; the others in flight it takes for done."""
-    least_forced: int = 0
+    min_forced: int = 0
     """Minimum number of consecutive forced tokens (`StepOutput.forced`) that are used; 0: they are not computed."""
 
     @property

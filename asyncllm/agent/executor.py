@@ -22,6 +22,7 @@ from asyncllm.agent.step_thread import StepThread, attempt, dead, set_exception,
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, EngineClosed, ModelError, short
 from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import (
     Batch,
     Command,
@@ -218,7 +219,7 @@ class StepExecutor:
         if self._loop is None or not self._running:
             return
         if not self._launches:
-            self._thread.submit(partial(_drop, number=number)).add_done_callback(_retrieve)
+            self._thread.submit(partial(_drop, number=number)).add_done_callback(retrieve)
         elif self._loaded.agent is not None:
             self._loaded.agent.drop_adapter(number)
 
@@ -385,11 +386,6 @@ def _loader(agent: Agent) -> Callable[[LoadAdapter], str]:
 
 def _drop(agent: Agent, number: int) -> None:
     agent.drop_adapter(number)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def _read_adapter(load: Callable[[LoadAdapter], str], adapter: LoadAdapter) -> str:

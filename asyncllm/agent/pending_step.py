@@ -77,7 +77,7 @@ class PendingStep:
             output.errors = sampler.errors(self.slots, flags)
             if batch.prefill:
                 self._add_prefill(output, unsound)
-            output.forced = sampler.observe(output.slots, output.tokens, batch.least_forced)
+            output.forced = sampler.observe(output.slots, output.tokens, batch.min_forced)
             output.errors |= self.failed
             if self.logprobs is not None:
                 output.logprobs = self.logprobs.result(output.errors)

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Limits
 
 __all__ = ["HasLimits", "StepThread", "attempt", "dead", "set_exception", "set_result", "set_seen_exception"]
@@ -232,8 +233,7 @@ def set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
 def set_seen_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     """Set an error that follows from an earlier one, so that asyncio does not log it if it is never retrieved."""
     set_exception(future, error)
-    if not future.cancelled():
-        future.exception()
+    retrieve(future)
 
 
 def _load_error(error: BaseException) -> BaseException:

@@ -119,7 +119,7 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "response_format", as_response_format(self.response_format))
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
         """Whether a grammar applies to the answer."""
         return self.response_format is not None and self.response_format.get("type") != "text"
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
-__all__ = ["MAX_TOOLS", "ToolChoice", "check_tools", "choice_of", "is_held", "schemas_of"]
+__all__ = ["MAX_TOOLS", "ToolChoice", "check_tools", "choice_of", "is_constrained", "schemas_of"]
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -103,7 +103,7 @@ def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     raise InvalidParameter(f"tool_choice names {short(name)}, and there is no tool of that name.", "tool_choice")
 
 
-def is_held(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> bool:
+def is_constrained(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a grammar constrains calls, because of the choice or a tool's `strict`."""
     return choice != ToolChoice() or any(tool["function"].get("strict") for tool in tools)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.errors import AsyncLLMError, DeadlineExceeded
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Executor, LoadAdapter
 
 __all__ = ["HostAdapters"]
@@ -62,7 +63,7 @@ class HostAdapters:
         """Read an adapter for the first time. Raises ModelError, InvalidParameter, EngineError. A cancellation leaves
         nothing behind."""
         try:
-            await self._bring(adapter)
+            await self._ensure_read(adapter)
         except BaseException:
             self.forget(adapter)
             raise
@@ -78,7 +79,7 @@ class HostAdapters:
             while adapter not in self._present:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        await self._bring(adapter)
+                        await self._ensure_read(adapter)
                 except TimeoutError:
                     raise DeadlineExceeded(
                         "The request's timeout passed before its adapter had been read or had found space in host "
@@ -109,8 +110,8 @@ class HostAdapters:
             self._over.set_exception(error)
             self._over.exception()  # There may be no caller to retrieve it.
 
-    async def _bring(self, adapter: Adapter) -> None:
-        """Wait until one task has read an adapter on behalf of all that need it."""
+    async def _ensure_read(self, adapter: Adapter) -> None:
+        """Wait until an adapter has been read, by one task for all callers that need it."""
         reading = self._reading.get(adapter)
         if reading is None:
             reading = self._event_loop.create_task(self._read(adapter), name="asyncllm-adapter")
@@ -120,8 +121,7 @@ class HostAdapters:
 
     def _note_read(self, adapter: Adapter, reading: asyncio.Task[None]) -> None:
         del self._reading[adapter]
-        if not reading.cancelled():
-            reading.exception()  # The callers may have left.
+        retrieve(reading)  # The callers may have left.
         if adapter.retired:
             self.forget(adapter)
         self._note_room()
@@ -141,7 +141,7 @@ class HostAdapters:
         """Return the result of a future, or raise the engine's last error, whichever comes first."""
         await asyncio.wait([future, self._over], return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            future.add_done_callback(_retrieve)
+            future.add_done_callback(retrieve)
             self._over.result()
         return future.result()
 
@@ -166,8 +166,3 @@ class HostAdapters:
         if not self._freed.done():
             self._freed.set_result(None)
         self._freed = self._event_loop.create_future()
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()

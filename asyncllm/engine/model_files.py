@@ -13,6 +13,7 @@ import msgspec
 from asyncllm.config import ChatTemplateConfig, EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.prompt_image import ImagePreparation
 from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
@@ -85,8 +86,7 @@ class ModelFiles:
         except BaseException:
             starting.cancel()
             await asyncio.wait([starting])
-            if not starting.cancelled():
-                starting.exception()
+            retrieve(starting)
             raise
         if self._given_tokenizer and self.executor.isolated:
             # Ranks read the checkpoint's own config.

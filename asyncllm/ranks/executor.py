@@ -26,6 +26,7 @@ from asyncllm.agent.step_thread import dead, set_exception, set_result, set_seen
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, EngineClosed, InvalidCheckpoint, ModelError
 from asyncllm.event_loop.in_thread import in_thread
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import (
     Batch,
     Command,
@@ -191,8 +192,8 @@ class RankExecutor:
         assert self._loop is not None
         rank = process.rank
         ready: asyncio.Future[Limits] = self._loop.create_future()
-        # The failure of a rank that is not the first to fail is never retrieved.
-        ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        # The failure of a rank that is not the first to fail is never awaited.
+        ready.add_done_callback(retrieve)
         self._ready.append(ready)
         self._unanswered.append(deque())
         process.watch(self._process_ended)

@@ -248,7 +248,7 @@ class FakeDevice:
         if not self.awake:
             raise StepViolation(f"step {batch.step}: comes while the model sleeps")
         self._check_shape(batch)
-        self._least_forced = batch.least_forced
+        self._least_forced = batch.min_forced
         for start in batch.starts:
             self._put_adapter(batch.step, start)
             self._slots[start.slot] = _Slot(start, len(self.limits.windows))

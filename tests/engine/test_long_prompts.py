@@ -98,7 +98,7 @@ async def test_owners_take_turns() -> None:
 
 
 async def test_what_waits_is_bounded_and_ends_with_the_engine() -> None:
-    threads, hold = TextThreads(most_waiting=100), threading.Event()
+    threads, hold = TextThreads(max_waiting=100), threading.Event()
     running = [asyncio.ensure_future(threads.run(hold.wait, 90, "a")) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="characters"):

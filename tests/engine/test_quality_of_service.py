@@ -122,15 +122,15 @@ class TestTurns:
 
     def wait(self, quality: QualityOfService, *ids: str) -> None:
         for user_id in ids:
-            quality.joins(quality.users[user_id])
+            quality.sequence_waits(quality.users[user_id])
 
     def test_groups_come_in_order(self, quality: QualityOfService) -> None:
         self.wait(quality, "zoe", "bob", "boss")
         assert self.serve(quality, 10**6) == "boss"
         assert self.serve(quality) == "boss"
-        quality.leaves(quality.users["boss"])
+        quality.sequence_left(quality.users["boss"])
         assert self.serve(quality, 10**6) == "bob"
-        quality.leaves(quality.users["bob"])
+        quality.sequence_left(quality.users["bob"])
         assert self.serve(quality) == "zoe"
         self.wait(quality, "boss")
         assert self.serve(quality) == "boss"
@@ -156,7 +156,7 @@ class TestTurns:
     def test_quota_zero_is_served_if_no_user_with_a_quota_waits(self, quality: QualityOfService) -> None:
         self.wait(quality, "zoe", "idle")
         assert {self.serve(quality, 1000) for _ in range(20)} == {"zoe"}
-        quality.leaves(quality.users["zoe"])
+        quality.sequence_left(quality.users["zoe"])
         assert self.serve(quality) == "idle"
 
     def test_the_window_slides(self, quality: QualityOfService, clock: Clock) -> None:
@@ -174,7 +174,7 @@ class TestTurns:
         for _ in range(100):
             ann.current += 10
             clock.now += BUCKET_S
-            quality.move_on()
+            quality.expire_use()
         assert ann.used == 10 * (WINDOW_S / BUCKET_S - 1)
         assert len(ann._buckets) <= WINDOW_S / BUCKET_S
 
@@ -185,9 +185,9 @@ class TestTurns:
             user = generator.choice(users)
             action = generator.random()
             if action < 0.3 and user.num_waiting < 3:
-                quality.joins(user)
+                quality.sequence_waits(user)
             elif action < 0.55 and user.num_waiting:
-                quality.leaves(user)
+                quality.sequence_left(user)
             elif action < 0.9:
                 user.current += generator.randrange(100)
             else:
@@ -312,7 +312,7 @@ class TestContinuousBatching:
             groups = {"Gold": {f"user{number}": 100 / num_users for number in range(num_users)}}
             quality = QualityOfService.open(write(tmp_path, policy(groups)), Clock())
             for user in quality.users.values():
-                quality.joins(user)
+                quality.sequence_waits(user)
             looks = 0
 
             class CountingUser(User):

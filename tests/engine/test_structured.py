@@ -175,7 +175,7 @@ async def test_classes_are_schemas_and_parse_answers(llm: AsyncEngine) -> None:
     listed = await llm.generate(QUESTION, GenerationConfig(response_format=pairs))
     assert all(isinstance(pair.left, bool) for pair in listed.parsed_as(list[Pair]))
     point: Any = Point
-    assert GenerationConfig(response_format=point).checked().is_held
+    assert GenerationConfig(response_format=point).checked().is_constrained
 
 
 async def test_bad_schemas_end_their_request_alone(llm: AsyncEngine) -> None:

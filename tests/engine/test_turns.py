@@ -14,7 +14,7 @@ import pytest
 from asyncllm import AsyncEngine
 from asyncllm.agent.executor import StepExecutor
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.engine.loop.inbox import MOST_PUT_OFF
+from asyncllm.engine.loop.inbox import MAX_PUT_OFF
 from asyncllm.event_loop.request_gate import PER_TURN, RequestGate
 from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor
@@ -220,6 +220,6 @@ def test_a_burst_without_end_does_not_keep_the_device_idle() -> None:
             engine._lifecycle._loop._inbox.gate = engine._lifecycle.encoder.gate = gate
             answers = [engine.generate("Hi", GenerationConfig(max_new_tokens=2)).response() for _ in range(64)]
             await asyncio.gather(*answers)
-            assert 1 < len(engine.executor.batches[0].prefill) <= MOST_PUT_OFF + 1
+            assert 1 < len(engine.executor.batches[0].prefill) <= MAX_PUT_OFF + 1
 
     run_counted(main)

@@ -163,8 +163,8 @@ PREPARE = (
     + mutants(
         "engine/requests/words.py",
         (
-            "key = (added, config.n, config.ignore_eos, config.is_held, *(",
-            "key = (added, config.n, None, config.is_held, *(",
+            "key = (added, config.n, config.ignore_eos, config.is_constrained, *(",
+            "key = (added, config.n, None, config.is_constrained, *(",
             "an answer that is to ignore the end of text ends by the words of one before",
         ),
         ("        if not ignores_end:", "        if True:", "ignore_eos is ignored"),

@@ -113,22 +113,22 @@ SCHEDULER = mutants(
         "a row is preempted although a window in flight is about to leave blocks",
     ),
     (
-        "self._free_unreached(sequence, len(token_ids) - 1)",
-        "self._free_unreached(sequence, sequence.num_computed)",
+        "self._free_out_of_window(sequence, len(token_ids) - 1)",
+        "self._free_out_of_window(sequence, sequence.num_computed)",
         "blocks come back that a step in flight sees",
     ),
     (
-        "self._free_unreached(sequence, len(token_ids) - 1)",
-        "self._free_unreached(sequence, len(token_ids) - 1 - block_size)",
+        "self._free_out_of_window(sequence, len(token_ids) - 1)",
+        "self._free_out_of_window(sequence, len(token_ids) - 1 - block_size)",
         "a row holds a block that no window reaches",
     ),
     (
-        "        self._free_unreached(sequence, end)",
-        "        self._free_unreached(sequence, sequence.num_computed)",
+        "        self._free_out_of_window(sequence, end)",
+        "        self._free_out_of_window(sequence, sequence.num_computed)",
         "blocks come back that a chunk in flight sees",
     ),
     (
-        "        self._free_unreached(sequence, end)",
+        "        self._free_out_of_window(sequence, end)",
         "        pass",
         "a long prompt keeps blocks that no window reaches",
     ),
@@ -265,7 +265,7 @@ WAITING_QUEUE = mutants(
         "        while False:",
         "those who left are admitted after they let others go",
     ),
-    ("                if not comes_too_late(sequence):", "                if True:", "rows are spent on late answers"),
+    ("                if not misses_deadline(sequence):", "                if True:", "rows are spent on late answers"),
     ("(priority, -deadline, ticket)", "(priority, deadline, ticket)", "the latest is tried first"),
     (
         "        if len(self._heap) + len(self._late) > 2 * len(waiting) + 64:",
@@ -281,8 +281,8 @@ WAITING_QUEUE = mutants(
     ("        if ids[0] != before:", "        if True:", "a prompt that is passed over has no patience to lose"),
     ("        if self._passed >= MAX_PASSED:", "        if self._passed > MAX_PASSED:", "one more may pass"),
     (
-        "            if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):",
-        "            if not self._comes_too_late(longest):",
+        "            if self._clock() - since >= PATIENCE_S and not self._misses_deadline(longest):",
+        "            if not self._misses_deadline(longest):",
         "who was passed comes next although it has not waited long",
     ),
     (
@@ -317,7 +317,7 @@ WAITING_QUEUE = mutants(
     ),
     ("if not self._waiting or self.quality is None:", "if not self._waiting:", "priorities take rows"),
     (
-        "        return None if self._comes_too_late(first) else first",
+        "        return None if self._misses_deadline(first) else first",
         "        return first",
         "rows are taken for what comes too late",
     ),

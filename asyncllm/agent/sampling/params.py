@@ -122,16 +122,16 @@ class SlotParams:
             temperature == 0 or bounded or (params.top_p >= 1 and top_k in (0, self._vocab_size))
         )
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int) -> dict[int, list[int]]:
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], min_forced: int) -> dict[int, list[int]]:
         """Record a token that each of `slots` has drawn. Return the tokens forced to follow it, where there are at
-        least `least_forced` of them; 0: none (`StepOutput.forced`)."""
+        least `min_forced` of them; 0: none (`StepOutput.forced`)."""
         forced: dict[int, list[int]] = {}
         if self.grammars:
             for slot, token in zip(slots, tokens, strict=True):
                 if slot in self.grammars:
                     progress = self.grammars[slot]
                     progress.consume(token)
-                    if least_forced and slot in self._hurried and len(following := progress.forced()) >= least_forced:
+                    if min_forced and slot in self._hurried and len(following := progress.forced()) >= min_forced:
                         forced[slot] = following
         return forced
 

@@ -143,11 +143,11 @@ class Sampler:
         `observe`."""
         return bool((self._params.edits[slots[slots >= 0]] & (LONG_BAD_WORDS | GRAMMAR)).any())
 
-    def observe(self, slots: Sequence[int], tokens: Sequence[int], least_forced: int = 0) -> dict[int, list[int]]:
+    def observe(self, slots: Sequence[int], tokens: Sequence[int], min_forced: int = 0) -> dict[int, list[int]]:
         """Record the `tokens` [R] that a step drew for `slots` [R], once per step and in order. Return the tokens
-        forced to follow (`StepOutput.forced`), where there are at least `least_forced`; 0: none."""
+        forced to follow (`StepOutput.forced`), where there are at least `min_forced`; 0: none."""
         self._history.observe(slots, tokens)
-        return self._params.observe(slots, tokens, least_forced)
+        return self._params.observe(slots, tokens, min_forced)
 
     def follow(self, rows: Sequence[PrefillRow]) -> None:
         """Advance slots by the forced tokens of a step's `rows`. All earlier steps have been observed."""

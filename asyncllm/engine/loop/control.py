@@ -1,6 +1,6 @@
 """Control: commands to the whole model between two steps, such as weight updates, sleep and wake.
 
-    asked ──> no step is launched ──> steps in flight are read ──> the executor carries it out ──> steps go on
+    asked ──> launching stops ──> steps in flight are read ──> the executor carries it out ──> launching resumes
 
 While the model sleeps, no step is launched until everything is awake again. Meanwhile requests still arrive, are
 aborted and reach their deadlines.
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-from asyncllm.engine.loop.launched_steps import retrieve
 from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineDead, InvalidParameter, short
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import (
     Command,
     Executor,
@@ -88,7 +88,7 @@ class Control:
     def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
         """End a command, and give its caller, if one still waits, the outcome."""
         if error is None:
-            self._take_in(command)
+            self._update_engine(command)
             if not done.done():
                 done.set_result(None)
             return
@@ -98,7 +98,7 @@ class Control:
         if halfway:
             raise error
 
-    def _take_in(self, command: Command) -> None:
+    def _update_engine(self, command: Command) -> None:
         """Update the engine's own state to match the model's."""
         match command:
             case UpdateWeights():

@@ -112,7 +112,7 @@ class EngineLoop:
             scheduler,
             bounds,
             observers if observers is not None else [],
-            on_deadline=self._time_is_over,
+            on_deadline=self._deadline_passed,
             on_adapter_unused=self.drop,
         )
         executor.watch(self._turns.step_done, self._note_executor_died)
@@ -181,7 +181,7 @@ class EngineLoop:
         await self._control.ask(command)
 
     @asynccontextmanager
-    async def bringing_adapter(self, request: Request) -> AsyncGenerator[None, None]:
+    async def holding_adapter(self, request: Request) -> AsyncGenerator[None, None]:
         """Keep a request's adapter in host memory during the block, which opens the request.
 
         Raises DeadlineExceeded, EngineError, ModelError if the adapter can no longer be read, and InvalidParameter if
@@ -217,7 +217,8 @@ class EngineLoop:
             # Raised by a closed event loop, in which no request is open.
             self._event_loop.call_soon_threadsafe(self.abandon, request)
 
-    def _time_is_over(self, request: Request) -> None:
+    def _deadline_passed(self, request: Request) -> None:
+        """End an expired request at the next turn. Called by its timer."""
         self._inbox.overdue.append(request)
         self._turns.wake()
 
@@ -308,14 +309,15 @@ class EngineLoop:
             raise
         finally:
             self._watchdog.rest()
-            self._open.end_all(lambda: self._last_words("request"))
+            self._open.end_all(lambda: self._end_error("request"))
             self._inbox.clear()
             await self._steps.end(wait=self._fatal is None)
             self.scheduler.let_go()
-            self.host_adapters.end(self._last_words("call"))
-            await self._control.end(self._last_words("call"), wait=self._fatal is None)
+            self.host_adapters.end(self._end_error("call"))
+            await self._control.end(self._end_error("call"), wait=self._fatal is None)
 
-    def _last_words(self, what: str) -> AsyncLLMError:
+    def _end_error(self, what: str) -> AsyncLLMError:
+        """Return the error of a request or call that the end of the engine interrupts; `what` names which."""
         if self._state == "dead":
             error = EngineDead(f"The engine loop died of {self._cause!r} while this {what} was running.")
             error.__cause__ = self._cause

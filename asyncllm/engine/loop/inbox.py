@@ -10,9 +10,9 @@ from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request
 from asyncllm.event_loop.request_gate import RequestGate
 
-__all__ = ["MOST_PUT_OFF", "Inbox"]
+__all__ = ["MAX_PUT_OFF", "Inbox"]
 
-MOST_PUT_OFF = 8
+MAX_PUT_OFF = 8
 """How many event-loop iterations an idle engine waits for the rest of a burst; each iteration admits 16 prompts."""
 
 
@@ -79,7 +79,7 @@ class Inbox:
     def waits_for_burst(self, *, idle: bool) -> bool:
         """Return whether an idle engine should put off its turn for prompts that are at the gate, and count the delay.
         A prompt that misses the first step of a burst would wait for that whole step."""
-        waits = idle and self.gate.in_use and self._put_off < MOST_PUT_OFF
+        waits = idle and self.gate.in_use and self._put_off < MAX_PUT_OFF
         waits = waits and 0 < len(self.arrived) < self._scheduler.num_free_rows
         self._put_off = self._put_off + 1 if waits else 0
         return waits

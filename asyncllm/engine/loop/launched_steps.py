@@ -11,9 +11,10 @@ from collections.abc import Callable
 from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Sequence
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Executor, StepDropped, StepFailed, StepOutput
 
-__all__ = ["LaunchedSteps", "retrieve"]
+__all__ = ["LaunchedSteps"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -130,9 +131,3 @@ class LaunchedSteps:
         if self._futures and wait:
             await asyncio.wait(self._futures, timeout=self._watchdog.timeout or None)
         self._futures.clear()
-
-
-def retrieve(future: asyncio.Future[StepOutput] | asyncio.Future[None]) -> None:
-    """Retrieve an error that no caller awaits, which the event loop would report otherwise."""
-    if not future.cancelled():
-        future.exception()

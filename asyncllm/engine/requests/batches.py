@@ -12,8 +12,8 @@ from asyncllm.types import Chunk, ErrorCode, Response
 
 __all__ = ["interleave", "responses_of"]
 
-ALONE = (ContextLengthExceeded, InvalidMessage, RequestFailed)
-"""Errors that concern a single prompt."""
+PROMPT_ERRORS = (ContextLengthExceeded, InvalidMessage, RequestFailed)
+"""Errors of a single prompt, which do not end the others."""
 
 
 async def responses_of(
@@ -32,7 +32,7 @@ async def responses_of(
         for index in starting_order:
             try:
                 await generations[index].start()
-            except ALONE as error:
+            except PROMPT_ERRORS as error:
                 if single:
                     raise
                 failures[index] = failure(index, error)
@@ -65,7 +65,7 @@ async def interleave(generations: Sequence[Generation], *, single: bool) -> Asyn
             generation.listen(news.set)
             try:
                 await generation.start()
-            except ALONE as error:
+            except PROMPT_ERRORS as error:
                 if single:
                     raise
                 failures.append(failure(index, error))

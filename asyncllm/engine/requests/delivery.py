@@ -98,10 +98,10 @@ class Delivery:
         if self._chunks and (self.streaming or self.ended):
             return self._chunks.pop(0)
         if self._error is not None:
-            raise self._told()
+            raise self._error_to_raise()
         return None
 
-    def _told(self) -> BaseException:
+    def _error_to_raise(self) -> BaseException:
         """Return the error to raise, and keep a copy for later calls, because a raised error refers to its reader's
         frames."""
         assert self._error is not None

@@ -64,7 +64,7 @@ class Generation(Coroutine[Any, Any, Response]):
         try:
             self._loop = self._engine.running()
             request = await self._prepared()
-            async with self._loop.bringing_adapter(request):
+            async with self._loop.holding_adapter(request):
                 if self._delivery.abandoned:
                     # Closed by another task while the prompt was being encoded.
                     self._delivery.end()
@@ -134,18 +134,18 @@ class Generation(Coroutine[Any, Any, Response]):
         return self.response().__await__()
 
     def send(self, value: Any) -> Any:
-        """Run on, for the task whose coroutine this is."""
+        """Resume the task that awaits this as its coroutine."""
         return self._awaited().send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error where this waits, for the task whose coroutine this is."""
+        """Raise an error where the task that runs this as its coroutine waits."""
         try:
             return self._awaited().throw(*error)
         finally:
             del error  # it refers to this frame by its traceback
 
     def close(self) -> None:
-        """Do as `cancel`, which is what the end of a coroutine means here."""
+        """End the request like `cancel`, when the task that runs this as its coroutine ends."""
         if self._awaiting is not None:
             self._awaiting.close()
         self.cancel()
@@ -173,11 +173,11 @@ class Generation(Coroutine[Any, Any, Response]):
     @property
     def prompt_token_ids(self) -> list[int]:
         """The token ids of the prompt with its history. Raises EngineError before `start`."""
-        return self._known().prompt_ids
+        return self._started_request().prompt_ids
 
-    def _known(self) -> Request:
+    def _started_request(self) -> Request:
         if self._request is None:
-            raise EngineError("What is known of the request is known once the generation has started.")
+            raise EngineError("The generation has not started, so its prompt is not encoded. Await it first.")
         return self._request
 
     @property
@@ -188,12 +188,12 @@ class Generation(Coroutine[Any, Any, Response]):
     @property
     def arrived(self) -> float:
         """Time of the first await, in seconds of `time.monotonic`. Raises EngineError before `start`."""
-        return self._known().times.arrived
+        return self._started_request().times.arrived
 
     @property
     def prefilled(self) -> float | None:
         """Time at which the prompt had been computed, or None before that. Raises EngineError before `start`."""
-        return self._known().times.prefilled
+        return self._started_request().times.prefilled
 
     @property
     def ended(self) -> bool:
@@ -253,7 +253,7 @@ class Session:
     @property
     def history(self) -> list[tuple[object, str]]:
         """(prompt, answer) of each turn."""
-        return [(turn.said.prompt, turn.answer) for turn in self.turns]
+        return [(turn.input.prompt, turn.answer) for turn in self.turns]
 
     @property
     def step(self) -> int:

@@ -12,6 +12,7 @@ from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec, grammar_of
 from asyncllm.engine.requests.prompt_encoder import PromptEncoder
 from asyncllm.errors import AsyncLLMError, InvalidParameter, QueueFull, UnsupportedFeature
+from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Limits, TakesGrammars
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.grammars.bridge import AnswerGrammar, CompiledGrammar, GrammarCompiler
@@ -40,11 +41,11 @@ def ends_of(tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> tup
 class Grammars:
     """One model's compiled grammars. Belongs to one event loop."""
 
-    def __init__(self, compiler: GrammarCompiler | None, elsewhere: TakesGrammars | None = None) -> None:
-        """`compiler`: None if the model does not support grammars. `elsewhere`: an executor that compiles them as
-        well."""
+    def __init__(self, compiler: GrammarCompiler | None, remote: TakesGrammars | None = None) -> None:
+        """`compiler`: None if the model does not support grammars. `remote`: an executor in other processes, which
+        compiles them as well."""
         self._compiler = compiler
-        self._elsewhere = elsewhere
+        self._remote = remote
         self._kept: OrderedDict[Hashable, tuple[CompiledGrammar, int]] = OrderedDict()
         self._characters = 0
         self._compiling: dict[Hashable, asyncio.Future[CompiledGrammar]] = {}
@@ -63,9 +64,9 @@ class Grammars:
         a template. Raises InvalidRequest, QueueFull."""
         splitter = encoder.splitter
         spec = grammar_of(config.response_format)
-        if prompt is not None and splitter.holds(options, spec):
+        if prompt is not None and splitter.constrains_reply(options, spec):
             content, size = spec, sum(len(str(tool)) for tool in options.tools or ())
-            spec = await encoder.offload(lambda: splitter.held(options, content), size)
+            spec = await encoder.offload(lambda: splitter.reply_grammar(options, content), size)
         budget = options.thinking_budget
         if spec is None and budget is None:
             return None
@@ -138,17 +139,17 @@ class Grammars:
     ) -> asyncio.Future[CompiledGrammar]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CompiledGrammar] = loop.create_future()
-        # Retrieve the error, because all requests that waited for it may have left.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # All requests that wait for the grammar may have left.
+        future.add_done_callback(retrieve)
         self._compiling[key] = future
         self._num_threads += 1
 
         def finish(compiled: CompiledGrammar | None, error: BaseException | None) -> None:
-            if compiled is None or self._elsewhere is None:
+            if compiled is None or self._remote is None:
                 end(compiled, error)
                 return
             try:
-                taken = self._elsewhere.take_grammar(compiled)
+                taken = self._remote.take_grammar(compiled)
             except AsyncLLMError as closed:
                 end(None, closed)
             else:

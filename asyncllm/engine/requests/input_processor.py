@@ -23,7 +23,7 @@ from asyncllm.engine.requests.words import WordEncoder, Words
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
-from asyncllm.engine.sessions.history import History, Said
+from asyncllm.engine.sessions.history import History, TurnInput
 from asyncllm.engine.sessions.session_table import Conversation, SessionTable
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.prompt_image import PromptImage
@@ -80,7 +80,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.do_preprocess and self.input_ids is None
 
 
-NOTHING_SAID = History([], [])
+EMPTY_HISTORY = History([], [])
 """The history of a prompt that is not a turn of a session."""
 
 
@@ -126,7 +126,7 @@ class InputProcessor:
         """
         asked = self._check(call)
         conversation = None
-        past = NOTHING_SAID
+        past = EMPTY_HISTORY
         if call.is_turn:
             conversation = self._conversation(call, asked)
             await conversation.begin_turn(delivery)
@@ -152,7 +152,7 @@ class InputProcessor:
         )
         if conversation is not None:
             closes = call.conversation is None and call.sequence_end
-            conversation.run_turn(request, past, self._said(call, past, prompt_ids, encoder), closes=closes)
+            conversation.run_turn(request, past, self._turn_input(call, past, prompt_ids, encoder), closes=closes)
         return request
 
     def _check(self, call: Call) -> _Asked:
@@ -219,14 +219,14 @@ class InputProcessor:
             whole=call.wanted == "embedding",
         )
 
-    def _said(self, call: Call, past: History, prompt_ids: list[int], encoder: PromptEncoder) -> Said:
+    def _turn_input(self, call: Call, past: History, prompt_ids: list[int], encoder: PromptEncoder) -> TurnInput:
         """Return a turn's prompt as the conversation keeps it."""
         if call.input_ids is not None:
             new = prompt_ids[len(past.token_ids) :]
-            return Said(encoder.tokenizer.decode(new, skip_special_tokens=False))
+            return TurnInput(encoder.tokenizer.decode(new, skip_special_tokens=False))
         if not call.do_preprocess:
-            return Said(call.prompt)
-        return Said(call.prompt, as_messages(_marked(call.prompt)), encoder.template)
+            return TurnInput(call.prompt)
+        return TurnInput(call.prompt, as_messages(_marked(call.prompt)), encoder.template)
 
     def _build(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncllm.config import EngineConfig, GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec
-from asyncllm.config.tools import ToolChoice, is_held, schemas_of
+from asyncllm.config.tools import ToolChoice, is_constrained, schemas_of
 from asyncllm.engine.requests.answer import Answer
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
@@ -18,8 +18,8 @@ from asyncllm.text.grammars.bridge import GrammarStart
 from asyncllm.text.replies.events import CallPiece, CallStart, Event, Text, Thought
 from asyncllm.text.replies.formats import NONE as NO_PARSER
 from asyncllm.text.replies.formats import TOOL_PARSERS, reply_format
-from asyncllm.text.replies.held_reply import call_grammar, held_reply
 from asyncllm.text.replies.reply import Reply, ReplyFormat
+from asyncllm.text.replies.reply_grammar import call_grammar, reply_grammar
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Response, ToolCall, ToolCallPiece
 
@@ -32,18 +32,16 @@ PROMPT_END = 64
 class Splitting:
     """How the answers to one request are split."""
 
-    def __init__(
-        self, form: ReplyFormat, tools: Mapping[str, Any] | None, *, inside: bool, most_calls: int = 0
-    ) -> None:
+    def __init__(self, form: ReplyFormat, tools: Mapping[str, Any] | None, *, inside: bool, max_calls: int = 0) -> None:
         """See `Reply`."""
         self.form = form
         self.tools = tools
         self.inside = inside
-        self.most_calls = most_calls
+        self.max_calls = max_calls
 
     def reply(self) -> Reply:
         """Return a new reply."""
-        return Reply(self.form, self.tools, inside=self.inside, most_calls=self.most_calls)
+        return Reply(self.form, self.tools, inside=self.inside, max_calls=self.max_calls)
 
 
 class Splitter:
@@ -87,24 +85,24 @@ class Splitter:
         if tools is None and not (form.splits and options.separate_reasoning):
             return None
         inside = form.thinking is not None and self._beginning(messages, options, prompt_ids)[1]
-        return Splitting(form, tools, inside=inside, most_calls=options.parallel_tool_calls is False)
+        return Splitting(form, tools, inside=inside, max_calls=options.parallel_tool_calls is False)
 
-    def holds(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
+    def constrains_reply(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
         """Return whether a grammar applies to the whole reply rather than to its content alone."""
         if content is None and not options.tools:
             return False
         choice = options.choice
         if choice is None:
             return content is not None and self.form.tools is not None and self.form.tools.whole is not None
-        return content is not None or is_held(choice, options.tools or ())
+        return content is not None or is_constrained(choice, options.tools or ())
 
-    def held(self, options: RequestOptions, content: GrammarSpec | None) -> GrammarSpec:
-        """Return the grammar of a whole reply. Raises InvalidParameter, UnsupportedFeature."""
+    def reply_grammar(self, options: RequestOptions, content: GrammarSpec | None) -> GrammarSpec:
+        """Return the grammar of a whole reply, calls included. Raises InvalidParameter, UnsupportedFeature."""
         form, choice = self.form.tools, options.choice
         assert form is not None
         tools = () if choice is None else options.tools or ()
         many = options.parallel_tool_calls is not False
-        return held_reply(form, self._tokenizer, tools, choice or ToolChoice(), content, many=many)
+        return reply_grammar(form, self._tokenizer, tools, choice or ToolChoice(), content, many=many)
 
     def grammar_start(self, messages: Any, options: RequestOptions, prompt_ids: list[int], field: str) -> GrammarStart:
         """Return where an answer's grammar begins. Raises UnsupportedFeature for `field` if that is unknown.
@@ -154,7 +152,7 @@ class SplitAnswer(Answer):
         "_calls",
         "_codes",
         "_includes_stop",
-        "_most_calls",
+        "_max_calls",
         "_num_thoughts_sent",
         "_raw",
         "_reply",
@@ -176,7 +174,7 @@ class SplitAnswer(Answer):
         super().__init__(detokenizer, stop_words=stop_words, hidden_ids=hidden_ids, include_stop=include_stop)
         self._reply = splitting.reply()
         self._codes = splitting.form.tokens
-        self._most_calls = splitting.most_calls
+        self._max_calls = splitting.max_calls
         self._includes_stop = include_stop
         self._raw: list[str] = []
         self._thoughts: list[str] = []
@@ -194,7 +192,7 @@ class SplitAnswer(Answer):
 
     @property
     def watches_text(self) -> bool:
-        return super().watches_text or self._most_calls > 0
+        return super().watches_text or self._max_calls > 0
 
     @property
     def over(self) -> bool:

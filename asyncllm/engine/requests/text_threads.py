@@ -15,9 +15,9 @@ __all__ = ["TextThreads"]
 
 Result = TypeVar("Result")
 
-THREADS = 2
-LARGE = 2**20
-"""Characters from which encoding a text takes tens of megabytes, which the C library would keep."""
+NUM_THREADS = 2
+TRIM_FROM = 2**20
+"""Texts of at least this many characters take tens of megabytes to encode, which the C library would keep."""
 
 
 class _Job:
@@ -36,9 +36,9 @@ class TextThreads:
     """Two threads. Owners take turns, one text each, so that an owner of many long texts delays no other. Used in one
     event loop."""
 
-    def __init__(self, most_waiting: int = 0) -> None:
-        """`most_waiting`: maximum number of characters that wait for a thread; 0: no limit."""
-        self._most_waiting = most_waiting
+    def __init__(self, max_waiting: int = 0) -> None:
+        """`max_waiting`: maximum number of characters that wait for a thread; 0: no limit."""
+        self._max_waiting = max_waiting
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
         self._waiting: OrderedDict[Hashable, deque[_Job]] = OrderedDict()
@@ -67,13 +67,13 @@ class TextThreads:
             raise _closed()
         if (
             owner is not None
-            and self._most_waiting
+            and self._max_waiting
             and self._num_waiting
-            and self._num_waiting + size > self._most_waiting
+            and self._num_waiting + size > self._max_waiting
         ):
             raise QueueFull(
                 f"The prompts that wait to be encoded have {self._num_waiting} characters, and this one brings {size}; "
-                f"at most {self._most_waiting} may wait. Try again in 1 s.",
+                f"at most {self._max_waiting} may wait. Try again in 1 s.",
                 1.0,
             )
         job = _Job(call, size, asyncio.get_running_loop().create_future())
@@ -89,7 +89,7 @@ class TextThreads:
 
     def _start(self) -> None:
         """Give work to free threads."""
-        while self._num_running < THREADS and self._waiting:
+        while self._num_running < NUM_THREADS and self._waiting:
             owner, lane = next(iter(self._waiting.items()))
             job = lane.popleft()
             self._waiting.move_to_end(owner)
@@ -99,10 +99,10 @@ class TextThreads:
             if job.call is None:
                 continue
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-encode")
+                self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="asyncllm-encode")
             self._num_running += 1
             loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._pool, _worked, job.call, job.size)
+            running = loop.run_in_executor(self._pool, _call_and_trim, job.call, job.size)
             running.add_done_callback(lambda running, done=job.done: self._finish(running, done))  # type: ignore[misc]
 
     def _finish(self, running: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
@@ -122,16 +122,16 @@ def _closed() -> EngineClosed:
     return EngineClosed("The engine was closed while the prompt was being prepared.")
 
 
-def _worked(call: Callable[[], Result], size: int) -> Result:
+def _call_and_trim(call: Callable[[], Result], size: int) -> Result:
     try:
         return call()
     finally:
         del call
-        if size >= LARGE:
-            _give_back()
+        if size >= TRIM_FROM:
+            _trim_heap()
 
 
-def _give_back() -> None:
+def _trim_heap() -> None:
     """Let the C library return unused memory to the system, if possible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -18,7 +18,7 @@ WORD_SIZE = 256
 """Fixed cost of encoding a bad word, in characters of text."""
 
 KNOWN_WORDS = 16
-"""Number of encoded word lists kept for later requests."""
+"""Maximum number of configs whose encoded words are kept for later requests."""
 
 MAX_STOP_CHARACTERS = 2**19
 """Maximum characters of a request's stop words, times its number of answers."""
@@ -48,7 +48,7 @@ class WordEncoder:
         InvalidRequest."""
         lists = (config.stop_words, config.stop_token_ids, config.bad_words, config.bad_token_ids)
         added = template.stop_words
-        key = (added, config.n, config.ignore_eos, config.is_held, *(tuple(each or ()) for each in lists))
+        key = (added, config.n, config.ignore_eos, config.is_constrained, *(tuple(each or ()) for each in lists))
         words = self._known.get(key)
         if words is None:
             bad = config.bad_words or ()
@@ -76,7 +76,7 @@ class WordEncoder:
         """Return the token ids that end the answer, and the stop words to look for in its text."""
         stop_ids = set(self._encoder.check_token_ids(config.stop_token_ids or (), "stop_token_ids"))
         # The end of a constrained answer always counts as a stop.
-        ignores_end = config.ignore_eos and not config.is_held
+        ignores_end = config.ignore_eos and not config.is_constrained
         if not ignores_end:
             stop_ids.update(self._encoder.tokenizer.eos_token_ids)
         own_words = set(config.stop_words or ())

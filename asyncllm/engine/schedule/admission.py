@@ -17,7 +17,7 @@ from asyncllm.protocol import Batch
 
 __all__ = ["Admission", "AdmissionPlan", "Slots"]
 
-_MOST_LOOKED_AT = 64
+_MAX_CONSIDERED = 64
 """How many waiting sequences are considered to pass the first one."""
 
 
@@ -204,7 +204,7 @@ class Admission:
             self._without_slot, self._passed_it = first, 0
         if self._passed_it < MAX_PASSED:
             priority = first.request.policy.priority
-            for sequence in islice(self.waiting, _MOST_LOOKED_AT):
+            for sequence in islice(self.waiting, _MAX_CONSIDERED):
                 if sequence.request.policy.priority == priority and self._has_adapter_slot(sequence):
                     return sequence
         return first

@@ -12,7 +12,7 @@ __all__ = ["PrefillBudget", "chunk_row", "fit_budget", "fit_joint_tokens", "next
 _MIN_ROUNDED_TILES = 3
 """Steps with fewer tiles are not rounded down: one tile would be a large part of them."""
 
-_LEAST_OF_IMAGE = 128
+_MIN_IMAGE_TOKENS = 128
 """Minimum number of tokens computed by a step that encodes an image, however long the encoding takes."""
 
 
@@ -20,7 +20,7 @@ _LEAST_OF_IMAGE = 128
 class PrefillBudget:
     """Bounds on the prompt tokens of a step."""
 
-    most: int
+    max_tokens: int
     """Bound for any step: `max_prefill_token_num`."""
     limits: Limits
 
@@ -32,9 +32,9 @@ class PrefillBudget:
         """
         whole = self.limits.tokens_beside_decode
         if whole is None or not any(sequence.request.delivery.streaming for sequence in decoding):
-            return self.most
+            return self.max_tokens
         # Prompts make progress however many rows decode.
-        return min(self.most, max(whole - len(decoding), -(-whole // 4)))
+        return min(self.max_tokens, max(whole - len(decoding), -(-whole // 4)))
 
     def whole_tiles(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
         """Return the chunks, at least one, with the last one cut so that the step's tokens fill whole tiles.
@@ -67,7 +67,7 @@ def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> 
         if ahead + work + own >= budget and (ahead or work or not first):
             return ahead, work
         work += own
-        length = min(length, budget - work if ahead + work < budget else _LEAST_OF_IMAGE)
+        length = min(length, budget - work if ahead + work < budget else _MIN_IMAGE_TOKENS)
     return length, work
 
 

@@ -15,7 +15,7 @@ __all__ = ["Deadlines"]
 
 REMEMBERED = 64
 """Number of recent answers that predictions are based on."""
-SURE = 0.95
+QUANTILE = 0.95
 """Quantile of these answers that is predicted. A prediction that is too high costs little, because another request
 takes the row; one that is too low wastes the row's time."""
 
@@ -54,17 +54,14 @@ class Deadlines:
         self._lengths.append(tokens if stopped else math.inf)
         self._expected = None
 
-    def _expectation(self) -> tuple[float, float, float]:
-        if self._expected is None:
-            self._expected = _most(self._first), _most(self._following), _most(self._lengths)
-        return self._expected
-
     def seconds(self, sequence: Sequence) -> float:
         """Return how many seconds a waiting sequence is predicted to take once it has a row; 0 without a prediction."""
-        first, following, length = self._expectation()
+        if self._expected is None:
+            self._expected = _quantile(self._first), _quantile(self._following), _quantile(self._lengths)
+        first, following, length = self._expected
         tokens = min(sequence.remaining, max(1, length - sequence.num_generated))
         return first + following * max(0, tokens - 1)
 
 
-def _most(values: Collection[float]) -> float:
-    return sorted(values)[int(SURE * len(values))] if values else 0.0
+def _quantile(values: Collection[float]) -> float:
+    return sorted(values)[int(QUANTILE * len(values))] if values else 0.0

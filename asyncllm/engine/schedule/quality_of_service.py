@@ -191,20 +191,20 @@ class QualityOfService:
             )
         return user
 
-    def joins(self, user: User) -> None:
+    def sequence_waits(self, user: User) -> None:
         """Count one more of the user's sequences as waiting."""
         user.num_waiting += 1
         if not user.listed:
             user.listed = True
             heappush(self._heaps[user.group], (user.load, user.number, user))
 
-    def leaves(self, user: User) -> None:
+    def sequence_left(self, user: User) -> None:
         """Count one less of the user's sequences as waiting."""
         user.num_waiting -= 1
 
     def next_user(self) -> User:
         """Return the waiting user to serve next. At least one waits."""
-        self.move_on()
+        self.expire_use()
         for heap in self._heaps:
             while heap:
                 load, _, user = heap[0]
@@ -217,7 +217,7 @@ class QualityOfService:
                     return user
         raise AssertionError("no user waits")
 
-    def move_on(self) -> None:
+    def expire_use(self) -> None:
         """Forget use older than the window."""
         bucket = int(self._clock() / BUCKET_S)
         if bucket == self._bucket:
@@ -231,5 +231,5 @@ class QualityOfService:
 
     def used(self) -> dict[str, int]:
         """Return user id -> tokens used within the window."""
-        self.move_on()
+        self.expire_use()
         return {user.id: user.used for user in self.users.values()} if self.enabled else {}

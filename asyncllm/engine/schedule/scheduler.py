@@ -151,7 +151,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence in self._running:
-            self._leave(sequence)
+            self._release_row(sequence)
         else:
             self.waiting.discard(sequence)
             self.host.release(sequence)
@@ -172,7 +172,8 @@ class Scheduler:
         step = self._step
         self.admitted.clear()
         batch = Batch(step=step, starts=[], new_blocks=[], copies=[], decode=[], prefill=[], last_read=self._last_read)
-        batch.least_forced = least if (least := max(self._worth_a_chunk(), 2)) <= _LONG_RUN else 0
+        min_forced = max(self._min_steps_saved(), 2)
+        batch.min_forced = min_forced if min_forced <= _LONG_RUN else 0
         self._preempt_for_groups(batch)
         sampled = self._schedule_decode(batch)
         prefill: list[tuple[Sequence, PrefillRow]] = []
@@ -236,14 +237,14 @@ class Scheduler:
         if not self._prefilling and not self._admit(batch):
             return
         budget = self._prefill_budget.beside(decoding)
-        bounded = budget < self._prefill_budget.most
+        bounded = budget < self._prefill_budget.max_tokens
         chunks: list[tuple[Sequence, int]] = []
         passed: list[Sequence] = []
         while budget > 0:
             if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
-            most = budget if chunks else self._prefill_budget.most
+            most = budget if chunks else self._prefill_budget.max_tokens
             length = min(len(sequence.token_ids) - sequence.num_computed, budget)
             work = 0
             if bounded and sequence.request.images:
@@ -252,7 +253,7 @@ class Scheduler:
                     break
             length = fit_joint_tokens(sequence, length, most)
             if length and sequence.num_computed + length > sequence.capacity:
-                room = self._room_for_chunk(batch, sequence, length)
+                room = self._allocate_for_chunk(batch, sequence, length)
                 length = fit_joint_tokens(sequence, room, room)
             if not length:
                 passed.append(sequence)
@@ -274,8 +275,8 @@ class Scheduler:
             if first is None or rank(self._prefilling[-1]) <= rank(first) or not self._admit(batch):
                 return
 
-    def _room_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
-        """Return how many of a prompt's next `length` tokens can get blocks. Reserved blocks are not touched."""
+    def _allocate_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
+        """Give a prompt blocks for its next `length` tokens, except reserved ones. Return how many of them have blocks."""
         end = sequence.num_computed + length
         if end > sequence.capacity:
             spare = self.blocks.num_available - len(self._running) * self.groups.count
@@ -314,11 +315,11 @@ class Scheduler:
                 if sequence.state is SequenceState.PREFILL and sequence.capacity < len(sequence.token_ids):
                     if sequence.last_step <= self._last_read:
                         # `update` frees no blocks for tokens that were forced.
-                        self._free_unreached(sequence, sequence.num_computed)
-                    self._has_room(batch, sequence, next_end(sequence))
+                        self._free_out_of_window(sequence, sequence.num_computed)
+                    self._ensure_blocks(batch, sequence, next_end(sequence))
                 continue
             position = sequence.num_computed
-            if position == sequence.capacity and not self._has_room(batch, sequence, position + 1):
+            if position == sequence.capacity and not self._ensure_blocks(batch, sequence, position + 1):
                 continue
             sequence.num_computed = position + 1
             sequence.pending += 1
@@ -328,14 +329,14 @@ class Scheduler:
             scheduled.append(sequence)
         return scheduled
 
-    def _has_room(self, batch: Batch, sequence: Sequence, end: int) -> bool:
+    def _ensure_blocks(self, batch: Batch, sequence: Sequence, end: int) -> bool:
         """Ensure blocks for the sequence's tokens up to `end`. Return False if that is impossible in this step."""
         while sequence.capacity < end:
-            if not self._has_room_for_block(batch, sequence):
+            if not self._ensure_next_block(batch, sequence):
                 return False
         return True
 
-    def _has_room_for_block(self, batch: Batch, sequence: Sequence) -> bool:
+    def _ensure_next_block(self, batch: Batch, sequence: Sequence) -> bool:
         """Give the sequence one more block in each group. Return False if that is impossible in this step."""
         lacking = [table for table in sequence.tables if table.end * self._block_size == sequence.capacity]
         while self.blocks.num_available < len(lacking):
@@ -369,16 +370,17 @@ class Scheduler:
             self._requeue(sequence)
             sequence.state = SequenceState.SWAPPED
         else:
-            self._compute_again(sequence)
+            self._recompute(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._leave(sequence)
+        """Move a running sequence back into the queue."""
+        self._release_row(sequence)
         self.num_waiting += 1
         self.waiting.push(sequence)
         sequence.committed = 0
 
-    def _compute_again(self, sequence: Sequence) -> None:
-        """Put a sequence back into the queue, to be recomputed from its tokens."""
+    def _recompute(self, sequence: Sequence) -> None:
+        """Put a sequence, if it is not there, back into the queue, to be recomputed from its tokens."""
         if sequence in self._running:
             self._requeue(sequence)
         else:
@@ -387,8 +389,8 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.request.forget_hidden()
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Remove a running sequence from its row."""
+    def _release_row(self, sequence: Sequence) -> None:
+        """Remove a running sequence from its row. Its slot and blocks are freed under the fence rule."""
         del self._running[sequence]
         if sequence.request.adapter is not None:
             self.adapters.give_back(sequence.request.adapter)
@@ -433,7 +435,7 @@ class Scheduler:
                 sequence.logprobs = logprobs.get(slot)
             if (len(token_ids) - 1) % block_size == 0:
                 self.sharing.offer(sequence)
-                self._free_unreached(sequence, len(token_ids) - 1)
+                self._free_out_of_window(sequence, len(token_ids) - 1)
             if token in sequence.stop_ids:
                 self.finish(sequence, "stop")
             elif sequence.remaining <= 0 and sequence.pending == 0:
@@ -464,7 +466,7 @@ class Scheduler:
         request.take_hidden(row, output)
         end = row.position + len(row.tokens)
         self.sharing.offer(sequence, end)
-        self._free_unreached(sequence, end)
+        self._free_out_of_window(sequence, end)
         if sequence.index == 0 and end >= sequence.num_prompt:
             self._queue_siblings(request)
             self.prefilled.append(request)
@@ -483,13 +485,14 @@ class Scheduler:
                 sequence.hashes = list(request.block_hashes)
                 self.waiting.push(sequence)
 
-    def _free_unreached(self, sequence: Sequence, num_read: int) -> None:
+    def _free_out_of_window(self, sequence: Sequence, num_read: int) -> None:
         """Free the blocks that no window reaches any more. `num_read` tokens have been read, and no unread step starts
         before them."""
         if self.groups.windowed and sequence.tables:
             self.blocks.retire(self.groups.trim(sequence.tables, num_read), self._last_read, self._last_read)
 
-    def _worth_a_chunk(self) -> int:
+    def _min_steps_saved(self) -> int:
+        """Return how many steps a run of forced tokens must save to be worth a chunk."""
         return max(self._prefill_interval, len(self._running) // _ROWS_PER_STEP_SAVED)
 
     def _take_forced(self, sequence: Sequence, slot: int, tokens: list[int]) -> int:
@@ -499,7 +502,7 @@ class Scheduler:
             return 0
         stop = next((place for place, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
         forced = tokens[: min(stop, sequence.pending + sequence.remaining)]
-        if len(forced) - sequence.pending < self._worth_a_chunk():
+        if len(forced) - sequence.pending < self._min_steps_saved():
             return 0
         sequence.token_ids += forced
         sequence.ahead = sequence.pending
@@ -534,9 +537,9 @@ class Scheduler:
     def step_dropped(self) -> None:
         """Recompute the rows of the oldest step in flight, which was not run because an earlier one failed."""
         oldest = self._pop_oldest()
-        oldest.take_back_tokens()
+        oldest.uncount_tokens()
         for sequence in oldest.live_rows():
-            self._compute_again(sequence)
+            self._recompute(sequence)
         self._lose_copies(oldest)
         self._lift_fence(oldest.step)
 
@@ -548,7 +551,7 @@ class Scheduler:
     def _lose_copies(self, lost: StepInFlight) -> None:
         """Recompute the sequences whose copies between device and host belonged to a lost step."""
         for sequence in self.host.copies_lost(lost.step, lost.swaps):
-            self._compute_again(sequence)
+            self._recompute(sequence)
 
     def _lift_fence(self, step: int) -> None:
         """Free the blocks and slots that were held until step `step` had been read."""

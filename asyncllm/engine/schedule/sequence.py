@@ -362,8 +362,8 @@ class StepInFlight:
         self.prefill = prefill
         self.swaps = swaps
 
-    def take_back_tokens(self) -> None:
-        """Uncount the step's tokens, because it was not run."""
+    def uncount_tokens(self) -> None:
+        """Subtract the step's tokens from the sequences' counts, because it was not run."""
         for sequence in self.sampled:
             sequence.pending -= 1
             if sequence.ahead:

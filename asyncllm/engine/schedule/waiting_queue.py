@@ -58,14 +58,14 @@ class Lane:
         self._waiting[ticket] = sequence
         heappush(self._heap, (request.policy.priority, request.id, sequence.index, ticket))
 
-    def first(self, comes_too_late: Callable[[Sequence], bool]) -> Sequence:
+    def first(self, misses_deadline: Callable[[Sequence], bool]) -> Sequence:
         """Return the next sequence. At least one waits."""
         waiting = self._waiting
         while self._heap:
             priority, _, _, ticket = self._heap[0]
             if ticket in waiting:
                 sequence = waiting[ticket]
-                if not comes_too_late(sequence):
+                if not misses_deadline(sequence):
                     return sequence
                 deadline = sequence.request.policy.deadline
                 assert deadline is not None
@@ -75,7 +75,7 @@ class Lane:
             heappop(self._late)
         return waiting[self._late[0][-1]]
 
-    def left(self, ticket: int) -> None:
+    def remove(self, ticket: int) -> None:
         """Remove a sequence. The number of tickets left behind in the heaps is bounded."""
         waiting = self._waiting
         del waiting[ticket]
@@ -132,7 +132,7 @@ class WaitingQueue:
         self._count(user, is_first, num_tokens)
         self._lanes[user].push(sequence, self._num_pushed)
         if self.quality is not None and user is not None:
-            self.quality.joins(user)
+            self.quality.sequence_waits(user)
 
     def first(self) -> Sequence | None:
         """Return the next sequence, or None if none waits."""
@@ -147,22 +147,22 @@ class WaitingQueue:
         if not self._waiting or self.quality is None:
             return None
         first = self._first_by_rule()
-        return None if self._comes_too_late(first) else first
+        return None if self._misses_deadline(first) else first
 
     def _first_by_rule(self) -> Sequence:
         """Return the next sequence unless one is out of patience."""
         user = None if self.quality is None else self.quality.next_user()
-        return self._lanes[user].first(self._comes_too_late)
+        return self._lanes[user].first(self._misses_deadline)
 
     def _out_of_patience(self) -> Sequence | None:
         """Return the sequence that has waited longest, if its turn has come."""
         if self._passed >= MAX_PASSED:
             longest, (since, _, _) = next(iter(self._waiting.items()))
-            if self._clock() - since >= PATIENCE_S and not self._comes_too_late(longest):
+            if self._clock() - since >= PATIENCE_S and not self._misses_deadline(longest):
                 return longest
         return None
 
-    def _comes_too_late(self, sequence: Sequence) -> bool:
+    def _misses_deadline(self, sequence: Sequence) -> bool:
         deadline = sequence.request.policy.deadline
         return deadline is not None and self._clock() + MARGIN * self.deadlines.seconds(sequence) > deadline
 
@@ -194,7 +194,7 @@ class WaitingQueue:
         if any(sequence.request.id > ids[0] for sequence, _ in chosen):
             self._rows_passed += 1
         long_enough = now - self._passed_rows[ids[0]] >= PATIENCE_S and self._rows_passed >= MAX_PASSED
-        if long_enough and not self._comes_too_late(oldest):
+        if long_enough and not self._misses_deadline(oldest):
             oldest.keeps_row = True
 
     def discard(self, sequence: Sequence) -> None:
@@ -206,9 +206,9 @@ class WaitingQueue:
         _, num_tokens, ticket = self._waiting.pop(sequence)
         user = sequence.request.policy.user
         self._count(user, -(sequence.index == 0), -num_tokens)
-        self._lanes[user].left(ticket)
+        self._lanes[user].remove(ticket)
         if self.quality is not None and user is not None:
-            self.quality.leaves(user)
+            self.quality.sequence_left(user)
 
     def let_go(self) -> None:
         """Forget all sequences: the engine has ended."""
@@ -225,7 +225,7 @@ class WaitingQueue:
     def charge(self, sequences: Iterable[Sequence]) -> None:
         """Charge one more token for each occurrence of a sequence."""
         if self.quality is not None:
-            self.quality.move_on()
+            self.quality.expire_use()
             for sequence in sequences:
                 user = sequence.request.policy.user
                 if user is not None:

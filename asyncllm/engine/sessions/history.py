@@ -13,10 +13,10 @@ from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 
-__all__ = ["History", "Said", "Turn", "without_stop_word"]
+__all__ = ["History", "Turn", "TurnInput", "without_stop_word"]
 
 
-class Said(NamedTuple):
+class TurnInput(NamedTuple):
     """The prompt of a turn."""
 
     prompt: object
@@ -30,10 +30,10 @@ class Said(NamedTuple):
 class Turn:
     """One exchange: token positions within the session's history, and the texts they stand for."""
 
-    __slots__ = ("answer", "answer_start", "end", "said")
+    __slots__ = ("answer", "answer_start", "end", "input")
 
-    def __init__(self, said: Said, answer_start: int, end: int, answer: str) -> None:
-        self.said = said
+    def __init__(self, input: TurnInput, answer_start: int, end: int, answer: str) -> None:
+        self.input = input
         self.answer_start = answer_start
         self.end = end
         self.answer = answer
@@ -71,7 +71,7 @@ class History:
                     # A turn cut in the middle keeps the rest of its answer.
                     answer_start = min(turn.answer_start, step)
                     answer = tokenizer.decode(token_ids[answer_start:])
-                    turns.append(Turn(turn.said, answer_start, step, answer))
+                    turns.append(Turn(turn.input, answer_start, step, answer))
                 break
             start = turn.end
         return History(token_ids, turns, images)
@@ -79,14 +79,14 @@ class History:
     @property
     def template(self) -> ChatTemplate | None:
         """The chat template of the latest turn that was written by one; None if there is no such turn."""
-        written = (turn.said.template for turn in reversed(self.turns))
+        written = (turn.input.template for turn in reversed(self.turns))
         return next((template for template in written if template is not None), None)
 
     def messages(self) -> list[Message]:
         """Return the conversation without the last answer."""
         messages: list[Message] = []
         for index, turn in enumerate(self.turns):
-            messages.extend(turn.said.messages or [{"role": "user", "content": str(turn.said.prompt)}])
+            messages.extend(turn.input.messages or [{"role": "user", "content": str(turn.input.prompt)}])
             if index < len(self.turns) - 1:
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages

@@ -10,7 +10,7 @@ from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.sequence import Request
-from asyncllm.engine.sessions.history import History, Said, Turn, without_stop_word
+from asyncllm.engine.sessions.history import History, Turn, TurnInput, without_stop_word
 from asyncllm.errors import InvalidParameter, SessionBusy, SessionNotFound
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Response
@@ -39,7 +39,7 @@ class Conversation:
         """Request of the running turn, once its prompt is encoded."""
         self._goes_on_from = past
         """The history before the running turn, possibly a cut of `past`."""
-        self._said = Said(None)
+        self._turn_input = TurnInput(None)
         """The running turn's prompt."""
         self._closes = False
         """Whether the conversation ends with the running turn."""
@@ -80,13 +80,13 @@ class Conversation:
         self._request = None
         self._stop_asked = False
 
-    def run_turn(self, request: Request, past: History, said: Said, *, closes: bool) -> None:
+    def run_turn(self, request: Request, past: History, turn_input: TurnInput, *, closes: bool) -> None:
         """Set the turn's request. When it ends, its prompt and answer follow `past` in the history.
 
         `closes`: the session ends with the turn, unless the request never runs.
         """
         self._request, self._goes_on_from, self._closes = request, past, closes
-        self._said = said
+        self._turn_input = turn_input
         request.delivery.on_end = self._end_turn
         if self._stop_asked:
             self._table.stop_request(request)
@@ -102,7 +102,7 @@ class Conversation:
             return
         answer, num_prompt = sequence.answer, sequence.num_prompt
         token_ids = without_stop_word(list(sequence.token_ids), num_prompt, answer, self._table.tokenizer)
-        turn = Turn(self._said, num_prompt, len(token_ids), answer.text)
+        turn = Turn(self._turn_input, num_prompt, len(token_ids), answer.text)
         self.past = History(token_ids, [*self._goes_on_from.turns, turn], request.images)
         self.response = Response(
             token_ids=sequence.token_ids[num_prompt:],

@@ -52,12 +52,12 @@ class Output:
     is known whether markup follows.
     """
 
-    def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], most_calls: int) -> None:
+    def __init__(self, spelled: Callable[[str], str], on_call: Callable[[], None], max_calls: int) -> None:
         """`spelled` converts codes of special tokens back to text. `on_call` is called when a call begins. Everything
-        after `most_calls` calls is ignored; 0: no limit."""
+        after `max_calls` calls is ignored; 0: no limit."""
         self._spelled = spelled
         self._on_call = on_call
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._events: list[Event] = []
         self._behind_markup = False
         self._blanks: list[str] = []
@@ -120,7 +120,7 @@ class Output:
             return
         self.num_complete += complete
         self._events.append(CallEnd(self.num_calls - 1, complete))
-        self.over = self.num_calls == self._most_calls
+        self.over = self.num_calls == self._max_calls
 
     def _add(self, text: str, *, thinking: bool) -> None:
         if self.over:

@@ -16,10 +16,10 @@ __all__ = ["Reader", "ToolFormat"]
 class Reader:
     """One reply's source and output, with the tools' schemas."""
 
-    def __init__(self, codes: Codes, tools: Mapping[str, Any], most_calls: int = 0) -> None:
+    def __init__(self, codes: Codes, tools: Mapping[str, Any], max_calls: int = 0) -> None:
         self.codes = codes
         self.source = Source(codes)
-        self.output = Output(codes.spelled, self._begun, most_calls)
+        self.output = Output(codes.spelled, self._begun, max_calls)
         self.tools = tools
         """Tool name -> JSON schema of its parameters."""
         self._markers: dict[tuple[str, ...], Markers] = {}

@@ -68,11 +68,11 @@ class Reply:
     """
 
     def __init__(
-        self, form: ReplyFormat, tools: Mapping[str, Any] | None = None, *, inside: bool = False, most_calls: int = 0
+        self, form: ReplyFormat, tools: Mapping[str, Any] | None = None, *, inside: bool = False, max_calls: int = 0
     ) -> None:
         """`tools`: name -> schema of the parameters of each callable tool; None: calls are content. `inside`: the
-        prompt has opened the reasoning. `most_calls`: the reply ends after this many calls; 0: no limit."""
-        self._reader = Reader(form.codes, tools or {}, most_calls)
+        prompt has opened the reasoning. `max_calls`: the reply ends after this many calls; 0: no limit."""
+        self._reader = Reader(form.codes, tools or {}, max_calls)
         self._thinking = form.thinking
         self._format = form.tools if tools else None
         whole = None if form.tools is None else form.tools.answer

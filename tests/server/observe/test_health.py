@@ -64,15 +64,15 @@ async def test_a_full_queue_that_moves_is_no_stall() -> None:
     async with serving(engine, progress_timeout=0.5) as served:
         asking = [asyncio.create_task(served.post("/v1/chat/completions", {"messages": PING})) for _ in range(8)]
         seen = set()
-        most_waiting = 0
+        max_waiting = 0
         while not all(each.done() for each in asking):
             for path in ALL:
                 seen.add(await ask(served, path))
-            most_waiting = max(most_waiting, engine.stats().waiting)
+            max_waiting = max(max_waiting, engine.stats().waiting)
             await asyncio.sleep(0.02)
         assert all(each.result()[0] == 200 for each in asking)
     assert seen == {(200, "healthy")}
-    assert most_waiting >= 6
+    assert max_waiting >= 6
 
 
 async def test_a_dead_engine_is_no_longer_alive() -> None:

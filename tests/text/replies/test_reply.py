@@ -88,7 +88,7 @@ def test_without_tools_calls_are_text(tools: str) -> None:
 def test_the_second_of_two_calls_is_left_out_where_one_may_come() -> None:
     sample = SAMPLES["hermes"]
     for pieces in ([sample.raw], list(sample.raw)):
-        reply = Reply(form("hermes", "qwen3"), TOOLS, most_calls=1)
+        reply = Reply(form("hermes", "qwen3"), TOOLS, max_calls=1)
         events = [event for piece in pieces for event in reply.push(piece)] + reply.end()
         assert said(events) == sample.said._replace(calls=sample.said.calls[:1])
         assert reply.over

@@ -16,7 +16,7 @@ from asyncllm.text.replies.call_rules import CalledTool, CallGrammar, CallRules
 from asyncllm.text.replies.reader import ToolFormat
 from asyncllm.text.tokenizer import Tokenizer
 
-__all__ = ["call_grammar", "held_reply"]
+__all__ = ["call_grammar", "reply_grammar"]
 
 MAX_TOOLS_TEXT = 512 * 1024
 """Maximum total length of all tools' schemas in characters."""
@@ -29,7 +29,7 @@ def call_grammar(form: ToolFormat, tokenizer: Tokenizer) -> CallGrammar | None:
     return next(fitting, None)
 
 
-def held_reply(
+def reply_grammar(
     form: ToolFormat,
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]],

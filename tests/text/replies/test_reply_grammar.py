@@ -18,9 +18,9 @@ from asyncllm.config.tools import ToolChoice, choice_of
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler, GrammarStart
 from asyncllm.text.replies.formats import TOOL_FORMATS, TOOL_PARSERS
-from asyncllm.text.replies.held_reply import held_reply
 from asyncllm.text.replies.reader import ToolFormat
 from asyncllm.text.replies.reply import Reply, ReplyFormat
+from asyncllm.text.replies.reply_grammar import reply_grammar
 from asyncllm.text.tokenizer import Tokenizer
 from tests.text.replies.samples import SAMPLES, Said, said
 
@@ -150,7 +150,7 @@ def check(found: Said, complete: int) -> None:
 def test_a_reply_that_has_to_call_calls_with_valid_arguments(name: str, model_of: Any) -> None:
     form, rng = TOOL_PARSERS[name], random.Random(name)
     for model in (plain(), model_of(name)):
-        spec = held_reply(form, model.tokenizer, TOOLS, ToolChoice(required=True), None, many=True)
+        spec = reply_grammar(form, model.tokenizer, TOOLS, ToolChoice(required=True), None, many=True)
         for _ in range(2):
             tokens = model.drawn(spec, form, rng)
             if any(model.tokenizer.decode([token]).endswith("\ufffd") for token in tokens):
@@ -194,7 +194,7 @@ def test_what_models_write_is_allowed_and_what_they_may_not_call_is_not(name: st
     form, text = TOOL_PARSERS[name], TYPICAL[name]
     for model in (plain(), model_of(name)):
         forced, free = (
-            held_reply(form, model.tokenizer, TOOLS, ToolChoice(required), None, many=True)
+            reply_grammar(form, model.tokenizer, TOOLS, ToolChoice(required), None, many=True)
             for required in (True, False)
         )
         if name != "mistral" or model is plain():
@@ -212,7 +212,7 @@ def test_only_chosen_tools_are_called_and_one_where_one_may_be() -> None:
     def takes(choice: Any, text: str, *, many: bool = True) -> bool:
         chosen = choice_of(choice, TOOLS)
         assert chosen is not None
-        return model.takes(held_reply(form, model.tokenizer, TOOLS, chosen, None, many=many), text)
+        return model.takes(reply_grammar(form, model.tokenizer, TOOLS, chosen, None, many=many), text)
 
     weather = {"type": "function", "function": {"name": "weather"}}
     assert not takes(weather, one)
@@ -234,17 +234,17 @@ def test_a_reply_is_a_call_or_content_of_the_form() -> None:
         ({"type": "choice", "choice": ["yes/no", 'n"o']}, 'n"o', "yes"),
     ):
         content = grammar_of(response_format)
-        spec = held_reply(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), content, many=True)
+        spec = reply_grammar(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), content, many=True)
         assert [plain().takes(spec, text) for text in (call, good, bad)] == [True, True, False]
     lark = grammar_of({"type": "grammar", "grammar": 'start: "a"'})
     with pytest.raises(UnsupportedFeature, match="combined with tools"):
-        held_reply(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), lark, many=True)
+        reply_grammar(TOOL_PARSERS["hermes"], plain().tokenizer, TOOLS, ToolChoice(), lark, many=True)
 
 
 def test_harmony_holds_its_last_message(model_of: Any) -> None:
     model, form = model_of("openai"), TOOL_PARSERS["openai"]
     content = grammar_of({"type": "choice", "choice": ["yes"]})
-    spec = held_reply(form, model.tokenizer, (), ToolChoice(), content, many=True)
+    spec = reply_grammar(form, model.tokenizer, (), ToolChoice(), content, many=True)
     front = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
     assert model.takes(spec, front + "yes")
     assert not model.takes(spec, front + "no")
@@ -259,7 +259,7 @@ def test_strict_arguments_are_held_to_all_of_their_schema_or_refused() -> None:
 
     def held(name: str, schema: Any, *, strict: bool = True) -> GrammarSpec:
         tools = [tool("f", schema, strict=strict)]
-        return held_reply(TOOL_PARSERS[name], model.tokenizer, tools, ToolChoice(), None, many=True)
+        return reply_grammar(TOOL_PARSERS[name], model.tokenizer, tools, ToolChoice(), None, many=True)
 
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "%s"}}\n</tool_call>'
     assert [model.takes(held("hermes", STRICT), call % text) for text in ("aa", "b")] == [True, False]
