@@ -56,7 +56,7 @@ def timed(launch: Callable[[], object], group: TorchGroup, device: torch.device)
         graph.capture_end()
         found = []
         for _ in range(REPEATS):
-            group.least(0)  # the ranks begin together
+            group.all_reduce_min(0)  # the ranks begin together
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             graph.replay()
             began.record()
@@ -78,15 +78,15 @@ def check(group: TorchGroup, x: Tensor, residual: Tensor, weight: Tensor) -> Non
     """Raise AssertionError where the group's results are not the library's, or not the same on all ranks."""
     for number in range(4):
         share = torch.randn_like(x)
-        fused = group.add_up_rms_norm(share.clone(), residual, weight, EPS)
-        alone = group.add_up(share.clone())
+        fused = group.all_reduce_rms_norm(share.clone(), residual, weight, EPS)
+        alone = group.all_reduce(share.clone())
         expected = by_library(share.clone())
         if group.size == 2:
             assert torch.equal(alone, expected), f"sum {number} is off by {float((alone - expected).abs().max())}"
         torch.testing.assert_close(alone, expected, rtol=2**-6, atol=2**-6)
         for found, wanted in zip(fused, kernels.add_rms_norm(alone, residual, weight, EPS), strict=True):
             assert torch.equal(found, wanted), f"fused sum {number} is off by {float((found - wanted).abs().max())}"
-        everywhere = group.collect(fused[0])
+        everywhere = group.all_gather(fused[0])
         assert torch.equal(everywhere, everywhere[:1].expand_as(everywhere)), "ranks differ"
 
 
@@ -95,7 +95,7 @@ def run_rank(options: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = [int(each) for each in options.rows.split(",")]
     group = TorchGroup(Meeting(options.rank, options.ranks, options.file), device)
-    group.expect_sums(max(rows), options.size * dtype.itemsize)
+    group.prepare_sums(max(rows), options.size * dtype.itemsize)
     if options.warps and device.type == "cuda":
         from asyncllm.kernels.triton import rank_sum
 
@@ -108,8 +108,8 @@ def run_rank(options: argparse.Namespace) -> None:
         check(group, x, residual, weight)
         record: dict[str, Any] = {"ranks": options.ranks, "size": options.size, "rows": count, "warps": options.warps}
         runs: dict[str, Callable[[], object]] = {
-            "fused_us": lambda x=x, r=residual: group.add_up_rms_norm(x, r, weight, EPS),
-            "sum_us": lambda x=x: group.add_up(x),
+            "fused_us": lambda x=x, r=residual: group.all_reduce_rms_norm(x, r, weight, EPS),
+            "sum_us": lambda x=x: group.all_reduce(x),
             "library_us": lambda x=x: by_library(x),
             "library_norm_us": lambda x=x, r=residual: kernels.add_rms_norm(by_library(x), r, weight, EPS),
         }

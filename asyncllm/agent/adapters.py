@@ -42,7 +42,7 @@ __all__ = ["NO_ADAPTER", "AdapterPool"]
 NO_ADAPTER = 0
 """The number of an adapter that adds nothing, for steps that only compile kernels."""
 
-_LEAST_RANK = 16
+_MIN_RANK = 16
 """Lowest rank of a slot: tensor cores cannot multiply narrower matrices."""
 
 _ALIGNMENT = 16
@@ -77,7 +77,7 @@ class _Outline:
         return cls(files.rank, frozenset(files.layers), files.digest)
 
 
-class _Host:
+class _HostAdapter:
     """An adapter in host memory, laid out as in a slot."""
 
     def __init__(self, values: Tensor, ranks: Tensor) -> None:
@@ -100,9 +100,9 @@ class AdapterPool:
         paths = {name: Path(path) for name, path in (config.adapters or {}).items()}
         read = {folder: _Outline.of(AdapterFiles.read(folder, model)) for folder in dict.fromkeys(paths.values())}
         self._digests = tuple(read[folder].digest for folder in paths.values())
-        highest = max((outline.rank for outline in read.values()), default=_LEAST_RANK)
+        highest = max((outline.rank for outline in read.values()), default=_MIN_RANK)
         self._max_rank = min(config.max_lora_rank or highest, MAX_RANK)
-        self._room = max(_LEAST_RANK, 1 << (self._max_rank - 1).bit_length())
+        self._slot_rank = max(_MIN_RANK, 1 << (self._max_rank - 1).bit_length())
         """Rank of a slot."""
         self.num_slots = config.num_adapter_slots
         targets = {path for outline in read.values() for path in outline.layers}
@@ -112,14 +112,14 @@ class AdapterPool:
         for path, layer in _linear_layers(model).items():
             if path in targets or not targets:
                 self._places.append(self._place(path, layer))
-        self._host: dict[int, _Host] = {}
+        self._host: dict[int, _HostAdapter] = {}
         self._content: dict[int, int] = {}
         """Slot -> number of its adapter."""
         self.uploads: torch.cuda.Stream | None = None
         """The stream of uploads; None: the computing stream."""
         if self._device.type == "cuda":
             self.uploads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._arrived = torch.empty(0, dtype=self._dtype)
+        self._staging = torch.empty(0, dtype=self._dtype)
         """The adapter that `uploads` copied last, laid out as in host memory; empty without such a stream."""
         self._last_read: dict[int, torch.cuda.Event] = {}
         """Slot -> the end of the last launched step that reads it."""
@@ -128,8 +128,10 @@ class AdapterPool:
                 self._check_rank(read[folder].rank)
             except InvalidParameter as error:
                 raise InvalidParameter(f"adapters: {name!r}: {error}", "adapters") from None
-        self._num_host = opened.agreed(self._host_room(config, 1 if opened.group is None else opened.group.size))
-        packed: dict[Path, _Host] = {}
+        self._num_host = opened.min_over_ranks(
+            self._max_host_adapters(config, 1 if opened.group is None else opened.group.size)
+        )
+        packed: dict[Path, _HostAdapter] = {}
         for number, folder in enumerate(islice(paths.values(), self._num_host), start=1):
             if folder not in packed:
                 packed[folder] = self._packed(AdapterFiles.read(folder, model))
@@ -144,36 +146,36 @@ class AdapterPool:
             "adapter_digests": self._digests,
         }
 
-    def _host_room(self, config: EngineConfig, num_ranks: int) -> int:
+    def _max_host_adapters(self, config: EngineConfig, num_ranks: int) -> int:
         """Return how many adapters host memory holds. Raises InvalidParameter if it holds none."""
         size = self._size * self._dtype.itemsize
-        most = config.lora_host_mb * 2**20 or available_memory(torch.device("cpu")) // 4
-        room = most // (size * num_ranks)
-        if not room and config.lora_host_mb:
+        budget = config.lora_host_mb * 2**20 or available_memory(torch.device("cpu")) // 4
+        count = budget // (size * num_ranks)
+        if not count and config.lora_host_mb:
             raise InvalidParameter(
-                f"An adapter of rank {self._room} takes {size * num_ranks / 2**20:.1f} MiB of host memory, and "
+                f"An adapter of rank {self._slot_rank} takes {size * num_ranks / 2**20:.1f} MiB of host memory, and "
                 f"lora_host_mb is {config.lora_host_mb}. Raise it, or leave it out.",
                 "lora_host_mb",
             )
-        return max(room, 1)
+        return max(count, 1)
 
     def _place(self, path: str, layer: Linear) -> _Place:
         starts = []
-        for count in (len(layer.rows) * self._room * layer.in_features, layer.out_features * self._room):
+        for count in (len(layer.rows) * self._slot_rank * layer.in_features, layer.out_features * self._slot_rank):
             starts.append(slice(self._size, self._size + count))
             self._size += _aligned(count)
         return _Place(path, layer, *starts)
 
     def allocate(self) -> None:
         """Allocate the slots, and give the layers their views. Raises ModelError if memory is short."""
-        num_slots, room = self.num_slots, self._room
+        num_slots, rank = self.num_slots, self._slot_rank
         try:
             self._values = torch.zeros(num_slots * self._size, dtype=self._dtype, device=self._device)
             if self.uploads is not None:
-                self._arrived = torch.empty(self._size, dtype=self._dtype, device=self._device)
+                self._staging = torch.empty(self._size, dtype=self._dtype, device=self._device)
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             raise ModelError(
-                f"{num_slots} slots for adapters of rank {room} take "
+                f"{num_slots} slots for adapters of rank {rank} take "
                 f"{num_slots * self._size * self._dtype.itemsize / 2**20:.0f} MiB, which {self._device} does not have "
                 f"free. Lower max_loras or max_lora_rank."
             ) from error
@@ -182,7 +184,7 @@ class AdapterPool:
         for index, place in enumerate(self._places):
             layer = place.layer
             a = self._of_slots(place.a).view(num_slots, -1, layer.in_features)
-            b = self._of_slots(place.b).view(num_slots, layer.out_features, room)
+            b = self._of_slots(place.b).view(num_slots, layer.out_features, rank)
             layer.adapters = LayerAdapters(LoRAWeights(a, b, self._ranks[:, index], place.sizes))
 
     def _factors(self) -> Iterator[slice]:
@@ -201,7 +203,7 @@ class AdapterPool:
             place.layer.adapters = None
         self._content.clear()
         self._last_read.clear()
-        self._values = self._arrived = self._ranks = torch.empty(0)
+        self._values = self._staging = self._ranks = torch.empty(0)
 
     def load(self, adapter: LoadAdapter) -> str:
         """Read an adapter into host memory, and return the digest of its files. Callable from any thread, while steps
@@ -234,8 +236,8 @@ class AdapterPool:
             torch.cuda.current_stream().wait_stream(self.uploads)
         self._content[slot] = number
 
-    def _copy(self, host: _Host, slot: int) -> None:
-        values = host.values if self.uploads is None else self._arrived.copy_(host.values, non_blocking=True)
+    def _copy(self, host: _HostAdapter, slot: int) -> None:
+        values = host.values if self.uploads is None else self._staging.copy_(host.values, non_blocking=True)
         places = [self._of_slots(factor)[slot] for factor in self._factors()]
         torch._foreach_copy_(places, [values[factor] for factor in self._factors()])
         self._ranks[slot].copy_(host.ranks, non_blocking=True)
@@ -255,10 +257,10 @@ class AdapterPool:
                 "max_lora_rank",
             )
 
-    def _packed(self, files: AdapterFiles) -> _Host:
+    def _packed(self, files: AdapterFiles) -> _HostAdapter:
         """Return an adapter in the layout of a slot."""
         self._check_rank(files.rank)
-        room, known = self._room, {place.path for place in self._places}
+        slot_rank, known = self._slot_rank, {place.path for place in self._places}
         lacking = [path for path in files.layers if path not in known]
         if lacking:
             raise UnsupportedModel(
@@ -270,14 +272,14 @@ class AdapterPool:
         ranks = torch.zeros(len(self._places), dtype=torch.int32, pin_memory=pinned)
         for index, place in enumerate(self._places):
             layer = place.layer
-            a = values[place.a].view(len(layer.rows), room, layer.in_features)
-            b = values[place.b].view(layer.out_features, room)
+            a = values[place.a].view(len(layer.rows), slot_rank, layer.in_features)
+            b = values[place.b].view(layer.out_features, slot_rank)
             for factors in files.layers.get(place.path, ()):
                 rank = len(factors.a)
                 a[list(layer.rows).index(factors.part), :rank] = factors.a
                 b[layer.rows[factors.part], :rank] = factors.b
                 ranks[index] = max(int(ranks[index]), rank)
-        return _Host(values, ranks)
+        return _HostAdapter(values, ranks)
 
 
 def _aligned(count: int) -> int:

@@ -38,7 +38,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.decoder import DecoderLM
 
-__all__ = ["ThreadChoice", "allowed_cores", "choose_threads", "cpu_quota", "settle_threads"]
+__all__ = ["ThreadChoice", "allowed_cores", "choose_threads", "cpu_quota", "set_threads"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -47,9 +47,9 @@ PARAMETERS_PER_THREAD = 4_000_000
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-_LOOKS, _BETWEEN_LOOKS_S = 20, 0.005
+_SAMPLES, _SAMPLE_INTERVAL_S = 20, 0.005
 
-_settled: weakref.WeakSet[DecoderLM] = weakref.WeakSet()
+_cpu_models: weakref.WeakSet[DecoderLM] = weakref.WeakSet()
 """Models of this process that compute on the CPU."""
 
 
@@ -62,7 +62,7 @@ class ThreadChoice(NamedTuple):
     """Whether the number was chosen here, rather than set before."""
 
 
-def settle_threads(config: EngineConfig, model: DecoderLM, device: torch.device) -> None:
+def set_threads(config: EngineConfig, model: DecoderLM, device: torch.device) -> None:
     """Set and log the number of threads of the calling thread, which will run the steps of `model`. On a GPU there is
     nothing to set; raises InvalidParameter if `cpu_threads` asks for it."""
     if device.type != "cpu":
@@ -73,8 +73,8 @@ def settle_threads(config: EngineConfig, model: DecoderLM, device: torch.device)
                 "cpu_threads",
             )
         return
-    others = sum(each is not model for each in _settled)
-    _settled.add(model)
+    others = sum(each is not model for each in _cpu_models)
+    _cpu_models.add(model)
     choice = choose_threads(config, model.config.num_parameters, others=others)
     if choice.chosen or config.cpu_threads:
         before = torch.get_num_threads()
@@ -137,7 +137,7 @@ def _load() -> float:
     Where the system does not report this, return the load average of the last minute, which may include finished
     work."""
     try:
-        return sum(_num_runnable() for _ in range(_LOOKS)) / _LOOKS
+        return sum(_num_runnable() for _ in range(_SAMPLES)) / _SAMPLES
     except (OSError, ValueError, IndexError):
         pass
     try:
@@ -148,7 +148,7 @@ def _load() -> float:
 
 def _num_runnable() -> int:
     """Return how many other threads compute or wait for a core at the moment."""
-    time.sleep(_BETWEEN_LOOKS_S)
+    time.sleep(_SAMPLE_INTERVAL_S)
     running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
     return int(running) - 1
 

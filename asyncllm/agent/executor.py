@@ -144,7 +144,7 @@ class StepExecutor:
         """The first error that the agent did not survive. Nothing is launched after it."""
         self._step_error: BaseException | None = None
         """Such an error from a launched step. Steps launched after it are not read."""
-        self._readings: set[asyncio.Task[str]] = set()
+        self._adapter_reads: set[asyncio.Task[str]] = set()
         """Readings of adapters under way."""
         self._on_step: Callable[[], None] = lambda: None
 
@@ -192,7 +192,7 @@ class StepExecutor:
             return future
         carried_out = self._thread.submit(partial(_carry_out, self._loaded.agent, command), spares=(AsyncLLMError,))
         if self._launches:
-            carried_out.add_done_callback(self._look_at)
+            carried_out.add_done_callback(self._command_done)
         return carried_out
 
     def load_adapter(self, adapter: LoadAdapter) -> asyncio.Future[str]:
@@ -200,8 +200,8 @@ class StepExecutor:
         if self._loop is None or not self._running:
             raise EngineClosed("This executor is not running: it was closed, or never started.")
         reading = self._loop.create_task(self._load_adapter(adapter), name="asyncllm-adapter")
-        self._readings.add(reading)
-        reading.add_done_callback(self._readings.discard)
+        self._adapter_reads.add(reading)
+        reading.add_done_callback(self._adapter_reads.discard)
         return reading
 
     async def _load_adapter(self, adapter: LoadAdapter) -> str:
@@ -237,8 +237,8 @@ class StepExecutor:
                     self._loop.call_soon_threadsafe(self._drop, closed)
         self._loaded.close()
         try:
-            if here and self._readings:
-                await asyncio.wait(self._readings)
+            if here and self._adapter_reads:
+                await asyncio.wait(self._adapter_reads)
             if here and self._waited:
                 # When told to end, the thread drops the steps it is not waiting for yet.
                 await asyncio.wait(self._waited)
@@ -258,7 +258,7 @@ class StepExecutor:
             if pending is None and failure is None:
                 return
             step, self._unfinished = self._unfinished, None
-            self._go_on(step, pending, failure)
+            self._after_launch(step, pending, failure)
         while self._held and self._loaded.agent is not None and not self._loaded.agent.blocked:
             step = self._held.popleft()
             try:
@@ -266,10 +266,10 @@ class StepExecutor:
             except StepDropped as dropped:
                 set_seen_exception(step[1], dropped)
                 continue
-            self._go_on(step, *attempt(self._loaded.agent.launch, step[0]))
+            self._after_launch(step, *attempt(self._loaded.agent.launch, step[0]))
 
-    def _go_on(self, step: _Step, pending: LaunchedStep | None, failure: BaseException | None) -> None:
-        """Watch a launched step, hold a partly launched one, or handle a failed launch."""
+    def _after_launch(self, step: _Step, pending: LaunchedStep | None, failure: BaseException | None) -> None:
+        """Wait for a launched step, hold a partly launched one, or handle a failed launch."""
         batch, future = step
         if pending is None:
             assert failure is not None
@@ -284,10 +284,10 @@ class StepExecutor:
             self._unfinished = step
 
     def _watch(self, pending: LaunchedStep, future: asyncio.Future[StepOutput]) -> None:
-        then = partial(self._step_over, future, pending)
+        then = partial(self._step_done, future, pending)
         self._waited.append(self._thread.submit(partial(_wait, pending=pending), then=then))
 
-    def _step_over(self, future: asyncio.Future[StepOutput], pending: LaunchedStep) -> None:
+    def _step_done(self, future: asyncio.Future[StepOutput], pending: LaunchedStep) -> None:
         """Continue when the device is done with the oldest launched step."""
         self._read(future, pending)
         del pending
@@ -330,7 +330,7 @@ class StepExecutor:
             self._loaded.close()
             self._drop(dead(error))
 
-    def _look_at(self, carried_out: asyncio.Future[None]) -> None:
+    def _command_done(self, carried_out: asyncio.Future[None]) -> None:
         """Handle the end of a command that was carried out, refused, or failed halfway."""
         error = None if carried_out.cancelled() else carried_out.exception()
         if error is not None and not isinstance(error, AsyncLLMError):

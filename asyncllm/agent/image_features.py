@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from asyncllm.agent.device.tower_graphs import LARGEST, TowerGraphs
+from asyncllm.agent.device.tower_graphs import MAX_CAPTURED_VALUES, TowerGraphs
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
 from asyncllm.prompt_image import PromptImage
@@ -19,7 +19,7 @@ from asyncllm.protocol import Batch
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import CapturableTower, VisionTower
 
-__all__ = ["AT_ONCE", "ImageFeatures", "joint_tokens"]
+__all__ = ["MAX_BATCH_VALUES", "ImageFeatures", "joint_tokens"]
 
 MAX_CACHED_BYTES = 2**28
 """Maximum size of cached features besides those of the step: 32,000 tokens of 4,096 numbers in 16 bits."""
@@ -29,7 +29,7 @@ _SIDES = (((64, 64),), ((336, 336),), ((672, 448),), ((64, 64), (96, 60)), ((336
 many patches, and for equal and unequal lengths."""
 _LARGEST = (1344, 1008)
 
-AT_ONCE = 2 * LARGEST
+MAX_BATCH_VALUES = 2 * MAX_CAPTURED_VALUES
 """Maximum pixel values in a batch, which has at least one image. With 4 images of 448 x 448, two fifths of the
 multiprocessors have no tile in the second wave of a product of 1,024 features; with 8 images, all have one."""
 
@@ -107,7 +107,7 @@ class ImageFeatures:
             size = image.pixels.size
             if not batches or len(batches[-1]) == self._max_batch_size or size > room:
                 batches.append([])
-                room = AT_ONCE
+                room = MAX_BATCH_VALUES
             batches[-1].append(image)
             room -= size
         return batches

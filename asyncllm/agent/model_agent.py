@@ -37,7 +37,14 @@ from asyncllm.agent.step.fixed_rows import FixedRows
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
 from asyncllm.agent.step.split_step import compute_in_parts
 from asyncllm.agent.step.tables import SlotTables, StepTensors
-from asyncllm.agent.warm_up import CapturedPart, filling, largest_step, measure_reserve, warm_up_batches, warm_up_mlps
+from asyncllm.agent.warm_up import (
+    CapturedPart,
+    largest_step,
+    measure_reserve,
+    prompt_lengths,
+    warm_up_batches,
+    warm_up_mlps,
+)
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
@@ -49,7 +56,7 @@ _TOKEN_TILE = 128
 """Matrix products of Llama-3-8B on an H200 take 0.62 us per token for 512 or 640 tokens, 0.65 us for 384, and 0.65 to
 0.92 us in between (0.92 us for 448)."""
 
-_FEW_BLOCKS = 2
+_MEASURED_BLOCKS = 2
 """Size of the pool that steps are measured with before the real one is sized."""
 
 _FORWARD, _SAMPLE, _MIXED = "forward", "sample", "mixed"
@@ -124,8 +131,8 @@ class ModelAgent:
                 device=self._device,
                 reserve=self._measure(config, opened) + staging_bytes(config, self._layout),
             )
-            self._num_blocks = num_blocks = opened.agreed(num_blocks)
-            num_host_blocks = opened.agreed(host_blocks(config, self._layout, num_blocks))
+            self._num_blocks = num_blocks = opened.min_over_ranks(num_blocks)
+            num_host_blocks = opened.min_over_ranks(host_blocks(config, self._layout, num_blocks))
             self._num_host_blocks = num_host_blocks
             self._allocate_pools()
             times.lap("pool")
@@ -167,12 +174,12 @@ class ModelAgent:
         self.sampler = Sampler(num_slots, self.model.config.vocab_size, self._device, group=opened.group)
         self._fixed_rows = FixedRows(self.model, self._tables, self.sampler, max_rows=max_rows, dtype=self._dtype)
         self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
-        most = max((size.tokens for size in self._mixed_sizes), default=0)
-        self._residual = torch.zeros(most, self.model.stream_size, dtype=self._dtype, device=self._device)
+        max_tokens = max((size.tokens for size in self._mixed_sizes), default=0)
+        self._residual = torch.zeros(max_tokens, self.model.stream_size, dtype=self._dtype, device=self._device)
         vision, tower = self.model.config.vision, self.model.vision
         self._captured_features: Tensor | None = None
         """[tokens, width]: where captured steps read image features; None if steps with images are not captured."""
-        # Image-specific weights in the layers depend on the number of image tokens, which a graph cannot.
+        # A graph cannot depend on the number of image tokens, as image-specific weights in the layers do.
         if vision is not None and tower is not None and vision.image_rows is None:
             self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
 
@@ -188,7 +195,7 @@ class ModelAgent:
         if self._num_host_blocks:
             self._swaps = BlockTransfers(self._pool, allocate_host_pool(self._layout, self._num_host_blocks))
 
-    def take_cache(self) -> None:
+    def allocate_cache(self) -> None:
         """Allocate the KV pools again. On ModelError or torch.OutOfMemoryError, hold nothing."""
         try:
             with self._streams.launching():
@@ -226,12 +233,12 @@ class ModelAgent:
         """Return how many bytes steps take besides weights and KV cache, measured with a pool of a few blocks."""
         if self._streams.stream is None:
             return 0
-        self._allocate_pool(_FEW_BLOCKS)
+        self._allocate_pool(_MEASURED_BLOCKS)
         step = largest_step(
             config.max_batch_size,
-            filling(config.prefill_budget, opened.max_position),
+            prompt_lengths(config.prefill_budget, opened.max_position),
             config.tokens_per_block,
-            _FEW_BLOCKS,
+            _MEASURED_BLOCKS,
             caches=self._tables.caches,
             columns=self.model.step_columns,
             batch_invariant=config.batch_invariant,
@@ -294,12 +301,12 @@ class ModelAgent:
         if self.blocked:
             raise RuntimeError("no step can be launched before another one has been read")
         with self._streams.launching():
-            pending = PendingStep(batch, self.sampler, self._streams, on_read=self._unread_no_more)
+            pending = PendingStep(batch, self.sampler, self._streams, on_read=self._mark_read)
             self._unread.append(pending)
             try:
                 self._launch(batch, pending)
             except BaseException:
-                self._unread_no_more(pending)
+                self._mark_read(pending)
                 self._tables.forget_updates()
                 raise
         return pending
@@ -335,7 +342,7 @@ class ModelAgent:
         else:
             self._launch_mixed(batch, pending, self._graphs)
 
-    def _unread_no_more(self, pending: PendingStep) -> None:
+    def _mark_read(self, pending: PendingStep) -> None:
         self._unread.remove(pending)
 
     def step(self, batch: Batch) -> StepOutput:
@@ -367,7 +374,7 @@ class ModelAgent:
             try:
                 sample()
             except BaseException:
-                self._unread_no_more(pending)
+                self._mark_read(pending)
                 raise
         return pending
 
@@ -536,7 +543,7 @@ class ModelAgent:
                     residual = self._residual[: step.size.tokens]
                 return self.model.last_hidden(residual, step.inputs, step.sampled), residual
             hidden: Tensor = self.model(step.inputs)
-            return _wanted(hidden, step), hidden
+            return _sampled_hidden(hidden, step), hidden
         except torch.OutOfMemoryError:
             num_decode = step.arrays.num_decode
             if self._in_group or self._layout.keeps_state or num_decode == len(step.arrays.row_slots):
@@ -546,9 +553,9 @@ class ModelAgent:
         hidden, complete = compute_in_parts(self.model, step, self._dtype)
         if not complete:
             pending.failed = {row.slot: OUT_OF_MEMORY for row in pending.batch.prefill}
-        return _wanted(hidden, step), hidden
+        return _sampled_hidden(hidden, step), hidden
 
 
-def _wanted(hidden: Tensor, step: StepTensors) -> Tensor:
+def _sampled_hidden(hidden: Tensor, step: StepTensors) -> Tensor:
     """Return the rows of `hidden` [T, H] that are sampled from or pooled: [R + L, H]."""
     return hidden if step.sampled is None else kernels.gather_rows(hidden, step.sampled.indices)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncllm.agent.cpu_threads import settle_threads
+from asyncllm.agent.cpu_threads import set_threads
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
@@ -88,16 +88,16 @@ class OpenedModel(NamedTuple):
             model = open_model(
                 path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **asked
             )
-        settle_threads(config, model, device)
+        set_threads(config, model, device)
         if group is not None:
             rows, row_bytes = config.prefill_budget + config.max_batch_size, model.config.hidden_size * dtype.itemsize
-            group.expect_sums(rows, row_bytes, alike=config.batch_invariant)
+            group.prepare_sums(rows, row_bytes, batch_invariant=config.batch_invariant)
         times.lap("load")
         return OpenedModel(model, device, dtype, accept(model), max_position, path, group)
 
-    def agreed(self, count: int) -> int:
+    def min_over_ranks(self, count: int) -> int:
         """Return the smallest count over all ranks."""
-        return count if self.group is None else self.group.least(count)
+        return count if self.group is None else self.group.all_reduce_min(count)
 
     def steps_ahead(self) -> int:
         """Return how many steps to launch before the oldest is read: two, or more if steps are so short that the host
@@ -107,7 +107,7 @@ class OpenedModel(NamedTuple):
         are the same from run to run: a finished row stays in the batch until its last launched step.
         """
         num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
-        return self.agreed(max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes))))
+        return self.min_over_ranks(max(2, min(MAX_STEPS_IN_FLIGHT, math.ceil(_LOOK_AHEAD_BYTES / num_bytes))))
 
     def limits(self, num_blocks: int, block_size: int, num_slots: int, **more: Any) -> Limits:
         """Return the model's `Limits`, with `more` of their fields."""

@@ -61,11 +61,11 @@ class PromptScores:
 
     def _score_own(self, logits: Tensor, known: list[int], ranks: RankRows) -> None:
         """Score the `known` tokens, each on the rank that has its row of logits."""
-        self._finite.append(fetch(ranks.collect(logits.amax().isfinite().view(1).to(torch.int32)).amin()))
+        self._finite.append(fetch(ranks.all_gather(logits.amax().isfinite().view(1).to(torch.int32)).amin()))
         if self._row.prompt_logprobs is not None:
             tokens = ranks.own(upload(np.array(known, np.int64), logits.device))
             ranked = sampling.token_logprobs(logits.float(), tokens, self._row.prompt_logprobs)
-            whole = ranks.collect_scores(ranks.scored(np.arange(len(known)), len(known)), ranked)
+            whole = ranks.gather_scores(ranks.scored(np.arange(len(known)), len(known)), ranked)
             chosen, top, ids = (fetch(part) for part in whole)
             self._ranked.append((known, chosen, top, ids))
 

@@ -44,11 +44,11 @@ _Parameters = list[tuple[nn.Module, str, nn.Parameter]]
 class CacheHolder(Protocol):
     """An agent, which holds everything that steps need other than weights."""
 
-    def take_cache(self) -> None:
+    def allocate_cache(self) -> None:
         """Allocate the cache. On ModelError, or torch's error if memory is short, hold nothing."""
 
     def capture(self) -> None:
-        """Capture graphs over the cache, with the other ranks. Raises like `take_cache`; the cache stays held."""
+        """Capture graphs over the cache, with the other ranks. Raises like `allocate_cache`; the cache stays held."""
 
     def release_cache(self) -> None:
         """Free the cache, if it is held."""
@@ -73,7 +73,7 @@ class ModelPlacement:
         assert self.adapters is not None, "an engine without slots loads none"
         return self.adapters
 
-    def _together(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
+    def _on_all_ranks(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
         """Make a change on all ranks or on none: if any rank fails, `undo` is called. Raises the error of `change`, or
         OtherRankRefused if another rank failed."""
         failure: BaseException | None = None
@@ -81,7 +81,7 @@ class ModelPlacement:
             change()
         except BaseException as error:
             failure = error
-        done = failure is None if self._group is None else bool(self._group.least(failure is None))
+        done = failure is None if self._group is None else bool(self._group.all_reduce_min(failure is None))
         if not done:
             undo()
             if failure is None:
@@ -111,13 +111,13 @@ class ModelPlacement:
             torch.cuda.synchronize(device)
         if lost:
             before = self._parameters()
-            self._together(lambda: self._fill(copy), lambda: self._lose(before))
+            self._on_all_ranks(lambda: self._fill(copy), lambda: self._drop_weights(before))
         else:
             copy()
 
-    def _lose(self, parameters: _Parameters) -> None:
+    def _drop_weights(self, parameters: _Parameters) -> None:
         """Drop the weights, which were these `parameters`."""
-        self._put(parameters)
+        self._set_parameters(parameters)
         self._weights = "lost"
 
     def _sleep(self, level: int, holder: CacheHolder) -> None:
@@ -125,18 +125,21 @@ class ModelPlacement:
             self._replace(lambda parameter: torch.empty_like(parameter, device="meta"))
             self._weights = "lost"
         elif self._weights == "device":
-            self._leave_device()
+            self._move_to_host()
         self._release_cache(holder)
         self._has_cache = False
 
-    def _leave_device(self) -> None:
+    def _move_to_host(self) -> None:
         """Copy the weights to host memory, unless they are already there."""
         if self._device.type != "cpu":
             num_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
             free = available_memory(torch.device("cpu"))
             if self._group is not None:
                 # All ranks see the same figures, so all decide alike.
-                num_bytes, free = -self._group.least(-num_bytes) * self._group.size, self._group.least(free)
+                num_bytes, free = (
+                    -self._group.all_reduce_min(-num_bytes) * self._group.size,
+                    self._group.all_reduce_min(free),
+                )
             if num_bytes > free:
                 raise ModelError(
                     f"The weights take {num_bytes / 2**20:.0f} MiB of host memory, and {free / 2**20:.0f} MiB are "
@@ -153,20 +156,20 @@ class ModelPlacement:
         before, where = self._parameters(), self._weights
         takes_cache = "kv_cache" in parts and not self._has_cache
 
-        def bring() -> None:
+        def restore() -> None:
             if "weights" in parts:
-                self._bring_weights()
+                self._restore_weights()
             if takes_cache:
-                self._take_cache(holder)
+                self._allocate_cache(holder)
 
         def undo() -> None:
             if takes_cache:
                 self._release_cache(holder)
             if where != "device":
-                self._put(before)
+                self._set_parameters(before)
                 self._weights = where
 
-        self._together(bring, undo)
+        self._on_all_ranks(restore, undo)
         if not takes_cache:
             return
         try:
@@ -181,11 +184,11 @@ class ModelPlacement:
             raise
         self._has_cache = True
 
-    def _take_cache(self, holder: CacheHolder) -> None:
+    def _allocate_cache(self, holder: CacheHolder) -> None:
         try:
             if self.adapters is not None:
                 self.adapters.allocate()
-            holder.take_cache()
+            holder.allocate_cache()
         except torch.OutOfMemoryError as error:
             raise self._no_memory("the KV cache") from error
 
@@ -194,7 +197,7 @@ class ModelPlacement:
         if self.adapters is not None:
             self.adapters.release()
 
-    def _bring_weights(self) -> None:
+    def _restore_weights(self) -> None:
         if self._weights == "host":
             try:
                 if self._device.type != "cpu":
@@ -214,7 +217,7 @@ class ModelPlacement:
             settle(self._model)
             fill()
         except BaseException as error:
-            self._put(before)
+            self._set_parameters(before)
             if isinstance(error, torch.OutOfMemoryError):
                 raise self._no_memory("the weights") from error
             raise
@@ -229,14 +232,14 @@ class ModelPlacement:
 
     def _replace(self, made_of: Callable[[nn.Parameter], Tensor]) -> None:
         """Replace each parameter by the tensor made from it, after all of these have been made."""
-        self._put(
+        self._set_parameters(
             [
                 (module, name, nn.Parameter(made_of(parameter), requires_grad=False))
                 for module, name, parameter in self._parameters()
             ]
         )
 
-    def _put(self, parameters: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    def _set_parameters(self, parameters: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         for module, name, parameter in parameters:
             setattr(module, name, parameter)
         settle(self._model)

@@ -17,10 +17,10 @@ from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
 
 __all__ = [
     "CapturedPart",
-    "filling",
     "largest_step",
     "measure_reserve",
     "mlp_sizes",
+    "prompt_lengths",
     "warm_up_batches",
     "warm_up_mlps",
 ]
@@ -71,7 +71,7 @@ def largest_step(
     )
 
 
-def filling(num_tokens: int, longest: int) -> list[int]:
+def prompt_lengths(num_tokens: int, longest: int) -> list[int]:
     """Return the lengths of the fewest prompts, each of at most `longest` tokens, that have `num_tokens` tokens in
     all."""
     full, rest = divmod(num_tokens, longest)
@@ -152,13 +152,13 @@ def _free_bytes() -> int:
     return free
 
 
-class _Anything:
+class _AnyToken:
     """A grammar that allows every token; the kernel is the same for any grammar."""
 
     ended = False
     error: str | None = None
 
-    def start(self, _: Sequence[int]) -> _Anything:
+    def start(self, _: Sequence[int]) -> _AnyToken:
         return self
 
     def consume(self, _: int) -> None:
@@ -196,7 +196,7 @@ def warm_up_batches(
         bad_words=((0,),),
         allowed_token_ids=(0, 1),
         logprobs=1,
-        grammar=_Anything(),
+        grammar=_AnyToken(),
     )
     sizes = [1 << power for power in range(max_tokens.bit_length()) if 1 << power < max_tokens] + [max_tokens]
     for step, size in enumerate(sizes):

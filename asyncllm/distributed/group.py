@@ -1,4 +1,4 @@
-"""RankGroup: the ranks that compute one model together, and their communication within a step."""
+"""RankGroup: the ranks that compute one model together, and the collective operations of their steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.distributed.peer_memory import PeerMemory
 
 __all__ = ["Meeting", "RankGroup", "TorchGroup", "heads_of", "rows_of", "tokens_of"]
 
-_PATIENCE = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=120)
 """How long to wait for the others at the start, while each reads its share of the weights."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,48 +37,49 @@ class RankGroup(Protocol):
     rank: int
     size: int
 
-    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
-        """Prepare for sums of up to `rows` rows. Call this once, before the first sum. `alike`: a row's sum does not
-        depend on the other rows."""
+    def prepare_sums(self, rows: int, row_bytes: int, *, batch_invariant: bool = False) -> None:
+        """Prepare for sums of up to `rows` rows. Call this once, before the first sum. `batch_invariant`: a row's sum
+        must not depend on the other rows."""
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' x, in x's memory."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, in x's memory."""
 
-    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Apply `kernels.add_rms_norm` to the sum of the ranks' x. x may be overwritten."""
 
-    def collect(self, x: Tensor) -> Tensor:
-        """Return every rank's x, of equal shape on all: [size, *x.shape]."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's x, of equal shape on all ranks: [size, *x.shape]."""
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """x [size, ...], of equal shape on all ranks: this rank's data for each rank -> each rank's data for this
-        one."""
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return what every rank sends to this one [size, ...]. `x[r]` is what this rank sends to rank r, of equal
+        shape on all ranks."""
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Return the smallest of the ranks' values."""
 
 
 def rows_of(group: RankGroup, num_rows: int) -> slice:
-    """Return the slice of `num_rows` rows that the group's rank owns: all ranks own equally many, and those of the last
+    """Return the slice of `num_rows` rows that the group's rank owns. All ranks own equally many; rows of the last
     ranks may be beyond the end."""
     each = -(-num_rows // group.size)
     return slice(group.rank * each, (group.rank + 1) * each)
 
 
 def heads_of(group: RankGroup, num_heads: int) -> slice:
-    """Return which of `num_heads` heads the group's rank has: as many as every other one, and where there are fewer
-    than ranks, one that several have."""
+    """Return the slice of `num_heads` heads that the group's rank has. All ranks have equally many; if there are fewer
+    heads than ranks, several ranks have the same one."""
     copies, each = max(group.size // num_heads, 1), max(num_heads // group.size, 1)
     return slice(group.rank // copies * each, (group.rank // copies + 1) * each)
 
 
 _TOKENS_TOGETHER = 8
-"""Rows of 16-bit logits begin at multiples of 16 bytes, and noise is generated for four tokens at a time."""
+"""A rank's slice is a multiple of this many tokens, because rows of 16-bit logits begin at multiples of 16 bytes, and
+noise is generated for four tokens at a time."""
 
 
 def tokens_of(group: RankGroup, vocab_size: int) -> slice:
-    """Return the slice of a vocabulary for which the group's rank has logits: all ranks have equally many tokens, and
-    those of the last ranks may be beyond the end."""
+    """Return the slice of a vocabulary for which the group's rank has logits. All ranks have equally many tokens; those
+    of the last ranks may be beyond the end."""
     each = -(-vocab_size // (_TOKENS_TOGETHER * group.size)) * _TOKENS_TOGETHER
     return slice(group.rank * each, (group.rank + 1) * each)
 
@@ -107,39 +108,38 @@ class TorchGroup:
             store=store,
             rank=meeting.rank,
             world_size=meeting.size,
-            timeout=_PATIENCE,
-            # By its index, which a rank's device has none of: it sees one alone.
-            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
+            timeout=_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
         )
 
-    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
+    def prepare_sums(self, rows: int, row_bytes: int, *, batch_invariant: bool = False) -> None:
         if self._device.type == "cuda":
             self.peers = PeerMemory.open(
-                rows, row_bytes, torch.device("cuda", torch.cuda.current_device()), always=alike
+                rows, row_bytes, torch.device("cuda", torch.cuda.current_device()), always=batch_invariant
             )
 
-    def add_up(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         if self.peers is not None and self.peers.takes(x):
-            return self.peers.add_up(x)
+            return self.peers.all_reduce(x)
         dist.all_reduce(x)
         return x
 
-    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.peers is not None and self.peers.takes(x):
-            return self.peers.add_up_rms_norm(x, residual, weight, eps)
-        return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
+            return self.peers.all_reduce_rms_norm(x, residual, weight, eps)
+        return kernels.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
-    def collect(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, *x.shape)
         _all_gather(whole.view(self.size * x.shape[0], *x.shape[1:]), x.contiguous())
         return whole
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x.contiguous())
         return received
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         agreed = torch.tensor(value, device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return int(agreed.item())

@@ -15,28 +15,28 @@ from asyncllm import kernels
 if TYPE_CHECKING:
     from asyncllm.kernels.triton.rank_sum import Mailbox
 
-__all__ = ["SWITCH", "PeerMemory", "most_rows"]
+__all__ = ["SWITCH", "PeerMemory", "max_rows"]
 
 logger = logging.getLogger("asyncllm.ranks")
 
 SWITCH = "ASYNCLLM_PEER_MEMORY"
 """If set to 0 in the environment, all sums go through NCCL."""
 
-_MAX_BYTES = 256 * 2**20
+_MAX_MAILBOX_BYTES = 256 * 2**20
 """Maximum size of a rank's mailbox: with two ranks 16,384 rows of 8 KB."""
 
-_MOST_BYTES = {3: 16 * 2**20, 4: 4 * 2**20}
-_MOST_BYTES_OF_MORE = 2**20
-"""By number of ranks, the largest sum that is faster than NCCL's. Each rank sends everything to every other one, unlike
-NCCL, which however takes 20 us longer to begin. With two ranks there is no limit, as measured on H200s; the others are
-derived from 371 GB/s per link and NCCL's figures for eight ranks, and are not measured."""
+_MAX_SUM_BYTES = {3: 16 * 2**20, 4: 4 * 2**20}
+_MAX_SUM_BYTES_OF_MORE = 2**20
+"""By number of ranks, the largest sum, in bytes, that is faster than NCCL's. Each rank sends everything to every other
+one, unlike NCCL, which however takes 20 us longer to begin. With two ranks there is no limit, as measured on H200s; the
+others are derived from 371 GB/s per link and NCCL's figures for eight ranks, and are not measured."""
 
 
-def most_rows(ranks: int, rows: int, row_bytes: int, *, always: bool) -> int:
+def max_rows(ranks: int, rows: int, row_bytes: int, *, always: bool) -> int:
     """Return the number of rows, up to `rows`, that are worth allocating memory for. `always`: even for sums that are
     not faster this way."""
     if ranks > 2 and not always:
-        rows = min(rows, _MOST_BYTES.get(ranks, _MOST_BYTES_OF_MORE) // row_bytes)
+        rows = min(rows, _MAX_SUM_BYTES.get(ranks, _MAX_SUM_BYTES_OF_MORE) // row_bytes)
     return max(1, rows)
 
 
@@ -59,8 +59,8 @@ class PeerMemory:
         of torch.distributed's group, all of which call this; None, with a log line, if their GPUs cannot reach each
         other.
 
-        It is torch's symmetric memory, without multicast. Each rank sees a single GPU, so all of them number theirs 0,
-        which torch takes for the same GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES says otherwise.
+        It is torch's symmetric memory, without multicast. Each rank sees a single GPU, whose index is 0. Torch takes
+        these for the same GPU unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is set.
         """
         if os.environ.get(SWITCH) == "0":
             logger.info("Sums of ranks go through NCCL, as %s is 0", SWITCH)
@@ -86,16 +86,16 @@ class PeerMemory:
         """Return whether sums of x [..., H] go through the mailbox."""
         return self._kernels.fits(x, self._mailbox) and (self._always or x.numel() <= self._rows * x.shape[-1])
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `RankGroup.add_up`, for x that this `takes`."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `RankGroup.all_reduce`, for x that this `takes`."""
         for part in torch.split(x.view(-1, x.shape[-1]), self._rows):
             self._kernels.sum_of_ranks(part, self._mailbox)
         return x
 
-    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `RankGroup.add_up_rms_norm`, for x that this `takes`."""
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `RankGroup.all_reduce_rms_norm`, for x that this `takes`."""
         if x.numel() > self._rows * x.shape[-1]:
-            return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
+            return kernels.add_rms_norm(self.all_reduce(x), residual, weight, eps)
         return self._kernels.add_sum_rms_norm(x, residual, weight, eps, self._mailbox)
 
 
@@ -114,8 +114,8 @@ class _Mapping:
         assert group is not None
         rank, size = dist.get_rank(), dist.get_world_size()
         row_bytes = -(-row_bytes // 16) * 16
-        rows = most_rows(size, rows, row_bytes, always=always)
-        rows = min(rows, _MAX_BYTES // mailbox_bytes(size, 1, row_bytes))
+        rows = max_rows(size, rows, row_bytes, always=always)
+        rows = min(rows, _MAX_MAILBOX_BYTES // mailbox_bytes(size, 1, row_bytes))
         count = mailbox_bytes(size, rows, row_bytes)
         own = _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device)
         self._handle: Any = rendezvous(own, group.group_name)

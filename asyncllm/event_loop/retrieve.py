@@ -1,7 +1,7 @@
 """Errors of futures and tasks that no caller awaits.
 
-asyncio logs an error that nobody has retrieved when its future is freed. Futures are left behind for good reason when
-their callers were cancelled, or when the engine has ended and has told its callers another error.
+asyncio logs an error that was never retrieved when its future is freed. The callers of a future may have been
+cancelled, or may have got another error when the engine ended.
 """
 
 from __future__ import annotations

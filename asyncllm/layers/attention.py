@@ -199,7 +199,7 @@ class Attention(Layer):
         if self.ranks is not None and isinstance(self.q_norm, HeadsRMSNorm) and isinstance(self.k_norm, HeadsRMSNorm):
             # Ranks have equal numbers of heads, also if keys are copied, so the mean over all heads is the mean of the
             # ranks' means.
-            means = self.ranks.add_up(kernels.mean_squares(qkv, (q.shape[1], k.shape[1]))) / self.ranks.size
+            means = self.ranks.all_reduce(kernels.mean_squares(qkv, (q.shape[1], k.shape[1]))) / self.ranks.size
             q, k = self.q_norm.scaled(q, means[:, :1]), self.k_norm.scaled(k, means[:, 1:])
         else:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -103,7 +103,7 @@ class OutputEmbedding(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.of_rank(x)
-        return own if self.group is None else whole_rows(self.group.collect(own), self.vocab_size)
+        return own if self.group is None else whole_rows(self.group.all_gather(own), self.vocab_size)
 
     def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [R, hidden] -> logits [R, tokens] of the tokens that `tokens_of` gives to this rank; without ranks, of all.

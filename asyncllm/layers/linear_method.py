@@ -253,7 +253,7 @@ class Weighted(Layer):
     def summed(self, y: Tensor) -> Tensor:
         """Return the sum over ranks of the results of a weight divided by its input features, in y's memory, unless the
         following norm computes it."""
-        return y if self.group is None or self.shard != "row" or self.summed_later else self.group.add_up(y)
+        return y if self.group is None or self.shard != "row" or self.summed_later else self.group.all_reduce(y)
 
     @property
     def is_summed(self) -> bool:

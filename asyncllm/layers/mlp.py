@@ -88,8 +88,8 @@ class SparseMLP(GatedMLP):
             deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
         else:
             # Ranks have equal numbers of features, so the mean over all features is the mean of the ranks' means.
-            mean = self.ranks.add_up(wide.mean(-1, keepdim=True)) / self.ranks.size
-            variance = self.ranks.add_up((wide - mean).square().mean(-1, keepdim=True)) / self.ranks.size
+            mean = self.ranks.all_reduce(wide.mean(-1, keepdim=True)) / self.ranks.size
+            variance = self.ranks.all_reduce((wide - mean).square().mean(-1, keepdim=True)) / self.ranks.size
             deviation = variance.sqrt()
         gate.copy_((wide - mean - self.deviations * deviation).relu_())
         out: Tensor = self.down(_GATES[self.activation](product), step)

@@ -57,12 +57,12 @@ class RMSNorm(Norm):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         if self.ranks is not None:
-            return self.ranks.add_up_rms_norm(x, residual, self.weight, self.eps)
+            return self.ranks.all_reduce_rms_norm(x, residual, self.weight, self.eps)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_rounded(self, x: Tensor, residual: Tensor, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
         if self.ranks is not None:
-            x = self.ranks.add_up(x)
+            x = self.ranks.all_reduce(x)
         return kernels.add_rms_norm_rounded(x, residual, self.weight, self.eps, rounding)
 
 

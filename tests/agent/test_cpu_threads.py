@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncllm.agent import cpu_threads
-from asyncllm.agent.cpu_threads import choose_threads, cpu_quota, settle_threads
+from asyncllm.agent.cpu_threads import choose_threads, cpu_quota, set_threads
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.decoder import DecoderLM
@@ -113,7 +113,7 @@ def in_thread(call: Callable[[], int]) -> int:
 
 
 def settled(model: DecoderLM, config: EngineConfig, device: torch.device = CPU) -> int:
-    settle_threads(config, model, device)
+    set_threads(config, model, device)
     return torch.get_num_threads()
 
 
@@ -136,7 +136,7 @@ def test_the_choice_is_for_the_calling_thread_alone(
 
 def test_a_number_for_a_model_on_a_gpu_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="computes on cuda") as caught:
-        settle_threads(EngineConfig(cpu_threads=2), open_case(Case("llama", "default")), torch.device("cuda"))
+        set_threads(EngineConfig(cpu_threads=2), open_case(Case("llama", "default")), torch.device("cuda"))
     assert caught.value.param == "cpu_threads"
 
 

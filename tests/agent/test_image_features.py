@@ -11,7 +11,7 @@ import torch
 
 from asyncllm.agent import image_features
 from asyncllm.agent.device.tower_graphs import TowerGraphs
-from asyncllm.agent.image_features import AT_ONCE, ImageFeatures
+from asyncllm.agent.image_features import MAX_BATCH_VALUES, ImageFeatures
 from asyncllm.models.registry import open_model
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import Batch, PrefillRow
@@ -28,7 +28,7 @@ def batches_of(most: int, *sizes: int) -> list[list[int]]:
 
 
 def test_batches_have_so_many_images_and_pixels() -> None:
-    half = AT_ONCE // 2
+    half = MAX_BATCH_VALUES // 2
     assert batches_of(2, 1, 2, 3) == [[1, 2], [3]]
     assert batches_of(8, half, half, half) == [[half, half], [half]]
     assert batches_of(8, 3 * half, 1, 9 * half, 1) == [[3 * half], [1], [9 * half], [1]]

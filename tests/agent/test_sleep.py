@@ -194,7 +194,7 @@ class Holder:
         self._group = group
         self.captured = self.cached = False
 
-    def take_cache(self) -> None:
+    def allocate_cache(self) -> None:
         if self._group is not None and self._group.rank == 1 and not self.cached:
             self.cached = True
             raise torch.OutOfMemoryError("says the test, the first time")
@@ -204,7 +204,7 @@ class Holder:
         assert self.cached
         self.captured = True
         if self._group is not None:
-            self._group.least(1)
+            self._group.all_reduce_min(1)
 
     def release_cache(self) -> None:
         pass

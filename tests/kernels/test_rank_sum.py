@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncllm import kernels
-from asyncllm.distributed.peer_memory import PeerMemory, most_rows
+from asyncllm.distributed.peer_memory import PeerMemory, max_rows
 from asyncllm.kernels.triton import rank_sum
 from tests.kernels import offline
 from tests.kernels import rank_sum_process as ranks_process
@@ -74,9 +74,9 @@ def test_more_rows_than_there_is_room_for_are_added_up_in_parts() -> None:
     memory = PeerMemory(mailbox_of_one(2), always=True)
     x, residual, weight = random(5, 64), random(5, 64, seed=1), random(64, seed=2)
     assert memory.takes(x)
-    assert torch.equal(memory.add_up(x.clone()), x)
+    assert torch.equal(memory.all_reduce(x.clone()), x)
     for found, expected in zip(
-        memory.add_up_rms_norm(x.clone(), residual, weight, 1e-5),
+        memory.all_reduce_rms_norm(x.clone(), residual, weight, 1e-5),
         kernels.add_rms_norm(x, residual, weight, 1e-5),
         strict=True,
     ):
@@ -85,10 +85,10 @@ def test_more_rows_than_there_is_room_for_are_added_up_in_parts() -> None:
 
 
 def test_memory_is_for_sums_that_are_faster_than_the_librarys() -> None:
-    assert [most_rows(ranks, 8192, 8192, always=False) for ranks in (2, 3, 4, 8)] == [8192, 2048, 512, 128]
-    assert most_rows(8, 8192, 8192, always=True) == 8192
-    assert most_rows(8, 64, 8192, always=False) == 64
-    assert most_rows(8, 64, 2**21, always=False) == 1
+    assert [max_rows(ranks, 8192, 8192, always=False) for ranks in (2, 3, 4, 8)] == [8192, 2048, 512, 128]
+    assert max_rows(8, 8192, 8192, always=True) == 8192
+    assert max_rows(8, 64, 8192, always=False) == 64
+    assert max_rows(8, 64, 2**21, always=False) == 1
 
 
 @pytest.mark.parametrize(

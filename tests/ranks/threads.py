@@ -33,24 +33,24 @@ class ThreadGroup:
         self._meet.wait(30)
         return said
 
-    def add_up(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         parts = self._say(x.clone())
         return x.copy_(torch.stack(parts).sum(0))
 
-    def expect_sums(self, rows: int, row_bytes: int, *, alike: bool = False) -> None:
+    def prepare_sums(self, rows: int, row_bytes: int, *, batch_invariant: bool = False) -> None:
         pass
 
-    def add_up_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         self.fused_sums += 1
-        return kernels.add_rms_norm(self.add_up(x), residual, weight, eps)
+        return kernels.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
-    def collect(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._say(x))
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([each[self.rank] for each in self._say(x)])
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return min(self._say(value))
 
 

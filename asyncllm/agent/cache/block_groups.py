@@ -17,13 +17,13 @@ from asyncllm.layers.cache_spec import BlockPart, CacheSpec
 
 __all__ = ["LayerGroups", "add_parts", "bytes_of", "group_layers"]
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Maximum number of groups: each step uploads one block table per group."""
 
-MOST_UNUSED = 0.25
+MAX_UNUSED = 0.25
 """Maximum fraction by which the blocks of all groups may exceed what their layers need; short sequences pay for it."""
 
-LEAST_SAVED = 0.1
+MIN_SAVED = 0.1
 """Minimum fraction of a long sequence's blocks that several groups have to free to be worthwhile."""
 
 LayerGroups = list[tuple[int | None, list[int]]]
@@ -45,19 +45,19 @@ def group_layers(
     best: LayerGroups = [(next(iter(kinds)) if len(kinds) == 1 else None, list(range(len(specs))))]
     if len(kinds) < 2:
         return best
-    most = 1 + MOST_UNUSED
+    most = 1 + MAX_UNUSED
     for size in range(max(map(len, kinds.values())), 0, -1):
         divided = [
             (window, layers[first : first + size])
             for window, layers in kinds.items()
             for first in range(0, len(layers), size)
         ]
-        if len(divided) > MOST_GROUPS:
+        if len(divided) > MAX_GROUPS:
             break
         needed, taken = _sizes(divided, specs, block_size, dtype)
         kept = taken * sum(window is None for window, _ in divided)
         waste = len(divided) * taken / needed
-        if waste < most and kept <= needed * (1 - LEAST_SAVED):
+        if waste < most and kept <= needed * (1 - MIN_SAVED):
             best, most = divided, waste
     return best
 

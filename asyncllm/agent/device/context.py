@@ -1,4 +1,4 @@
-"""The CUDA context, created while Python is busy importing torch."""
+"""Creates the CUDA context while Python imports torch."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["LARGEST_BATCH", "StepGraphs", "bucket_sizes", "smallest_for"]
+__all__ = ["LARGEST_BATCH", "StepGraphs", "bucket_sizes", "capture", "smallest_for"]
 
 _Size = TypeVar("_Size", bound=Hashable)
 
@@ -43,6 +44,26 @@ def smallest_for(num_rows: int, sizes: Sequence[int]) -> int:
     return sizes[bisect_left(sizes, num_rows)]
 
 
+@contextmanager
+def capture(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture the launches of the block, with memory from `pool`, into the graph that is yielded. Their kernels must be
+    compiled."""
+    graph = torch.cuda.CUDAGraph()
+    # A garbage collection during a capture could free tensors of other streams, which breaks the capture.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        # Other threads may meanwhile use their own streams.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """Captured launches, by the name of the part of a step and by size.
 
@@ -59,20 +80,8 @@ class StepGraphs:
         """Capture `launch(size)`. It is called once beforehand, so that nothing is compiled during the capture."""
         launch(size)
         self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # A garbage collection during a capture could free tensors of other streams, which breaks the capture.
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            # Other threads may meanwhile use their own streams.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                launch(size)
-            finally:
-                graph.capture_end()
-        finally:
-            if enabled:
-                gc.enable()
+        with capture(self._pool) as graph:
+            launch(size)
         self._graphs[part, size] = graph
 
     def replay(self, part: str, size: Hashable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -10,16 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.agent.device.graphs import capture
 from asyncllm.prompt_image import PromptImage
 from asyncllm.vl.tower import CapturableTower, TowerInputs
 
-__all__ = ["LARGEST", "TowerGraphs"]
+__all__ = ["MAX_CAPTURED_VALUES", "TowerGraphs"]
 
-_MOST_GRAPHS = 16
-_MOST_REMEMBERED = 256
+_MAX_GRAPHS = 16
+_MAX_SHAPES = 256
 """Maximum number of shapes remembered, including those seen once."""
 
-LARGEST = 4096 * 588
+MAX_CAPTURED_VALUES = 4096 * 588
 """Maximum pixel values in a captured batch, 4,096 patches of 14 x 14: larger batches take longer than their
 launches."""
 
@@ -27,9 +27,9 @@ launches."""
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: TowerInputs
-    """Inputs."""
+    """The tensors that the graph reads."""
     features: Tensor
-    """Outputs."""
+    """The tensor that it writes."""
 
 
 class TowerGraphs:
@@ -54,18 +54,18 @@ class TowerGraphs:
 
     def _encode(self, inputs: TowerInputs) -> Tensor:
         first = inputs.tensors[0]
-        if not first.is_cuda or first.numel() > LARGEST:
+        if not first.is_cuda or first.numel() > MAX_CAPTURED_VALUES:
             return self._tower.encode_inputs(inputs)
         key = _shape_of(inputs)
         if key not in self._graphs:
             self._graphs[key] = None
-            self._bound()
+            self._evict()
             return self._tower.encode_inputs(inputs)
         self._graphs.move_to_end(key)
         captured = self._graphs[key]
         if captured is None:
             captured = self._graphs[key] = self._capture(inputs)
-            self._bound()
+            self._evict()
         else:
             for own, new in zip(_tensors(captured.inputs), _tensors(inputs), strict=True):
                 own.copy_(new)
@@ -76,28 +76,16 @@ class TowerGraphs:
         """Capture what has already been launched once, so that nothing is compiled during the capture."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # A garbage collection during a capture could free tensors of other streams, which breaks the capture.
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            # Other threads may meanwhile use their own streams.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                features = self._tower.encode_inputs(inputs)
-            finally:
-                graph.capture_end()
-        finally:
-            if enabled:
-                gc.enable()
+        with capture(self._pool) as graph:
+            features = self._tower.encode_inputs(inputs)
         return _Captured(graph, inputs, features)
 
-    def _bound(self) -> None:
+    def _evict(self) -> None:
         """Keep only the most recent shapes and graphs."""
         captured = [key for key, each in self._graphs.items() if each is not None]
-        for key in captured[: max(len(captured) - _MOST_GRAPHS, 0)]:
+        for key in captured[: max(len(captured) - _MAX_GRAPHS, 0)]:
             del self._graphs[key]
-        if len(self._graphs) > _MOST_REMEMBERED:
+        if len(self._graphs) > _MAX_SHAPES:
             self._graphs.popitem(last=False)
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarMasks"]
 
-FEW = 8
+FEW_ROWS = 8
 """Number of rows that one thread fills in the time it takes to wake others."""
 MAX_THREADS = 8
-SLOW = 0.005
+SLOW_FILL_S = 0.005
 """Maximum seconds of a fill by several threads. After a longer one, the next fill uses one thread, which identifies the
 slow rows."""
 
@@ -37,10 +37,10 @@ class GrammarMasks:
         self._helpers: LLExecutor | None = None
         self._was_slow = False
 
-    def take(self, slots: Sequence[int], progresses: Mapping[int, Progress]) -> NDArray[np.int32]:
+    def compute(self, slots: Sequence[int], progresses: Mapping[int, Progress]) -> NDArray[np.int32]:
         """Return the masks of `slots` [R, W]."""
         words = np.empty((len(slots), self._width), np.int32)
-        if len(slots) <= FEW or self._num_threads < 2 or self._was_slow:
+        if len(slots) <= FEW_ROWS or self._num_threads < 2 or self._was_slow:
             self._was_slow = False
             for row, slot in zip(words, slots, strict=True):
                 progresses[slot].fill(row)
@@ -62,6 +62,6 @@ class GrammarMasks:
             return
         begun = time.perf_counter()
         self._helpers.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
-        self._was_slow = time.perf_counter() - begun > SLOW
+        self._was_slow = time.perf_counter() - begun > SLOW_FILL_S
         for _, index in matchers:
             progresses[index].filled(words[index])

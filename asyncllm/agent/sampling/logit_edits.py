@@ -56,10 +56,10 @@ def edit_logits(
     if len(limited):
         allowed = np.stack([params.allowed[slot] for slot in slots[limited].tolist()])
         sampling.keep_only(logits, upload(limited, device), upload(allowed, device))
-    held = np.flatnonzero(edits & GRAMMAR)
-    if len(held):
-        words = params.masks.take(slots[held].tolist(), params.grammars)
-        sampling.keep_only(logits, upload(held, device), upload(words, device))
+    constrained = np.flatnonzero(edits & GRAMMAR)
+    if len(constrained):
+        words = params.masks.compute(slots[constrained].tolist(), params.grammars)
+        sampling.keep_only(logits, upload(constrained, device), upload(words, device))
 
 
 def _has_ended(params: SlotParams, slot: int) -> bool:

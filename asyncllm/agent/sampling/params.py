@@ -34,7 +34,7 @@ _ALL_BANNED = (
     "No token is left to choose from: bad words, allowed_token_ids, min_new_tokens and response_format exclude all "
     "that the model allows. Loosen them."
 )
-_NO_WAY_ON = (
+_DEAD_END = (
     "The answer cannot go on in what response_format allows: it is too complex, or its tokens take too long to tell "
     "apart. Simplify it."
 )
@@ -65,11 +65,11 @@ class SlotParams:
         """Slot -> progress of its answer in its grammar."""
         self.masks = GrammarMasks(vocab_size)
         """Computes the tokens that `grammars` allow next."""
-        self._hurried: set[int] = set()
+        self._takes_forced: set[int] = set()
         """Slots with grammars whose forced tokens need no step each, because no log-probabilities are wanted and
         nothing can ban these tokens."""
         self.faults: dict[int, str] = {}
-        """Slot -> why its parameters cannot be met."""
+        """Slot -> why its parameters are invalid for this model."""
 
     def start(self, start: SlotStart) -> None:
         """Store the parameters of the slot's new owner, and remove everything of the former one."""
@@ -85,7 +85,7 @@ class SlotParams:
         self.stops.pop(slot, None)
         self.allowed.pop(slot, None)
         self.grammars.pop(slot, None)
-        self._hurried.discard(slot)
+        self._takes_forced.discard(slot)
         self.faults.pop(slot, None)
         self.edits[slot] = 0
         self.plain[slot] = self.listed[slot] = False
@@ -105,7 +105,7 @@ class SlotParams:
             grammar: Grammar = params.grammar
             self.grammars[slot] = grammar.start(start.token_ids[start.num_prompt :])
             if params.logprobs is None and not params.bad_words and not params.allowed_token_ids:
-                self._hurried.add(slot)
+                self._takes_forced.add(slot)
         self.edits[slot] = (
             PENALTIES * penalized
             | BIAS * bool(params.logit_bias)
@@ -131,7 +131,7 @@ class SlotParams:
                 if slot in self.grammars:
                     progress = self.grammars[slot]
                     progress.consume(token)
-                    if min_forced and slot in self._hurried and len(following := progress.forced()) >= min_forced:
+                    if min_forced and slot in self._takes_forced and len(following := progress.forced()) >= min_forced:
                         forced[slot] = following
         return forced
 
@@ -152,7 +152,7 @@ class SlotParams:
             found[slot] = _ALL_BANNED if banned else NOT_FINITE
         for slot, progress in self.grammars.items():
             if progress.error is not None and slot in slots:
-                found[slot] = _NO_WAY_ON
+                found[slot] = _DEAD_END
         if self.faults:
             found |= {slot: self.faults[slot] for slot in slots.tolist() if slot in self.faults}
         return found

@@ -21,16 +21,16 @@ from asyncllm.distributed.group import RankGroup, rows_of, tokens_of
 from asyncllm.kernels.shortlist import TokenRange, draw_listed, row_maxima, shortlist
 from asyncllm.layers.embedding import whole_rows
 
-__all__ = ["RankRows", "Scored"]
+__all__ = ["RankRows", "ScoredRows"]
 
 
-class Scored(NamedTuple):
-    """Rows divided among the ranks, at most `most` per rank."""
+class ScoredRows(NamedTuple):
+    """Rows divided among the ranks, at most `width` per rank."""
 
     own: NDArray[np.int64]
-    """[most]: indices among the rank's rows; 0 beyond their number."""
+    """[width]: indices among the rank's rows; 0 beyond their number."""
     places: NDArray[np.int64]
-    """Indices of the rows in the result of `RankRows.collect`, in the order of the rows."""
+    """Indices of the rows in the result of `RankRows.all_gather`, in the order of the rows."""
 
 
 class RankRows:
@@ -49,10 +49,10 @@ class RankRows:
         """Draw, on all ranks, as `sampling.sample` does from whole rows, given this rank's `logits` [R, v]. `shortlist`
         must support the rows."""
         own_maxima, known = row_maxima(logits, self._tokens)
-        maxima = self._group.collect(own_maxima).amax(0)
+        maxima = self._group.all_gather(own_maxima).amax(0)
         lists = shortlist(logits, self._tokens, known, maxima, settings, slots, positions)
         draw_listed(
-            self._group.collect(lists), self._tokens.vocab_size, maxima, settings, slots, positions, tokens, flags
+            self._group.all_gather(lists), self._tokens.vocab_size, maxima, settings, slots, positions, tokens, flags
         )
 
     def whole(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class RankRows:
             return logits.new_empty(0, self._tokens.vocab_size)
         rest = -len(logits) % size
         logits = pad(logits, (0, 0, 0, rest)) if rest else logits
-        return whole_rows(self._group.exchange(logits.view(size, -1, logits.shape[-1])), self._tokens.vocab_size, out)
+        return whole_rows(self._group.all_to_all(logits.view(size, -1, logits.shape[-1])), self._tokens.vocab_size, out)
 
     def count(self, num_rows: int) -> int:
         """Return how many of `num_rows` rows each rank owns, rounded up: the last ranks may own rows beyond the end."""
@@ -83,26 +83,26 @@ class RankRows:
 
     def publish(self, own_tokens: Tensor, own_flags: Tensor, tokens: Tensor, flags: Tensor) -> None:
         """Fill `tokens` [R] int64 and `flags` [R] int32 from each rank's results for its own rows."""
-        found = self.collect(torch.stack([own_tokens, own_flags.to(torch.int64)], -1))
+        found = self.all_gather(torch.stack([own_tokens, own_flags.to(torch.int64)], -1))
         tokens.copy_(found[: len(tokens), 0])
         flags.copy_(found[: len(flags), 1])
 
-    def scored(self, rows: NDArray[np.int64], num_rows: int) -> Scored:
+    def scored(self, rows: NDArray[np.int64], num_rows: int) -> ScoredRows:
         """Return how the ranks divide the ascending `rows`, out of `num_rows`."""
         counts = np.bincount(rows // self.count(num_rows), minlength=self._group.size)
-        most = int(counts.max())
-        own = np.zeros(most, np.int64)
+        width = int(counts.max())
+        own = np.zeros(width, np.int64)
         _, found = self.own_indices(rows, num_rows)
         own[: len(found)] = found
-        return Scored(own, np.flatnonzero(np.arange(most) < counts[:, None]))
+        return ScoredRows(own, np.flatnonzero(np.arange(width) < counts[:, None]))
 
-    def collect(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """Return every rank's rows [n, ...], of equal shape on all, in rank order: [ranks * n, ...]."""
-        return self._group.collect(own).flatten(0, 1)
+        return self._group.all_gather(own).flatten(0, 1)
 
-    def collect_scores(self, scored: Scored, ranked: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_scores(self, scored: ScoredRows, ranked: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the results of `sampling.token_logprobs` for all rows, from each rank's results for its own rows."""
         chosen, top, ids = ranked
         places = upload(scored.places, chosen.device)
-        logprobs = self.collect(torch.cat([chosen.unsqueeze(-1), top], -1))[places]
-        return logprobs[:, 0], logprobs[:, 1:], self.collect(ids)[places]
+        logprobs = self.all_gather(torch.cat([chosen.unsqueeze(-1), top], -1))[places]
+        return logprobs[:, 0], logprobs[:, 1:], self.all_gather(ids)[places]

@@ -173,7 +173,7 @@ class Sampler:
             own = upload(scored.own, self._device)
             known = self.ranks.own(tokens)[own]
             found = sampling.token_logprobs(logits[own].to(torch.float32), known, max(num_top))
-            ranked = self.ranks.collect_scores(scored, found)
+            ranked = self.ranks.gather_scores(scored, found)
         return PendingLogprobs(slots[rows].tolist(), num_top, (drawn, *ranked))
 
     def errors(self, slots: NDArray[np.int64], flags: NDArray[np.int32]) -> dict[int, str]:

@@ -103,9 +103,13 @@ class SlotTables:
             *(np.full(max_rows, column.padding, numpy_type(column)) for column in columns),
         ]
         """Slots, positions and the model's columns of a captured decode step, on the host."""
-        most = num_groups * max_rows
-        room: list[NDArray[Any]] = [*self._decode_rows, np.zeros(most, np.int64), np.zeros(most, np.int32)]
-        self._decode_bytes = torch.zeros(offsets(room)[-1], dtype=torch.uint8, device=device)
+        max_new_blocks = num_groups * max_rows
+        uploads: list[NDArray[Any]] = [
+            *self._decode_rows,
+            np.zeros(max_new_blocks, np.int64),
+            np.zeros(max_new_blocks, np.int32),
+        ]
+        self._decode_bytes = torch.zeros(offsets(uploads)[-1], dtype=torch.uint8, device=device)
         self.decode_slots, self.decode_positions, *more = views(self._decode_rows, self._decode_bytes)
         """[max_rows] int32 each; -1 is the slot of a padding row."""
         self._decode_more = dict(zip(columns, more, strict=True))
@@ -116,7 +120,7 @@ class SlotTables:
         self._mixed_bytes = torch.zeros(0, dtype=torch.uint8, device=device)
         """The fixed memory for uploads of captured steps; each size divides it differently."""
         if mixed:
-            num_bytes = offsets(_laid_out(self._empty(mixed[-1])))[-1] + _MORE_BYTES
+            num_bytes = offsets(_arrays_to_upload(self._empty(mixed[-1])))[-1] + _MORE_BYTES
             self._mixed_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._mixed_tokens = torch.zeros(mixed[-1].tokens, dtype=torch.int64, device=device)
             self._mixed_tables = torch.zeros(num_groups, mixed[-1].rows, self._width, dtype=torch.int32, device=device)
@@ -188,30 +192,30 @@ class SlotTables:
         """
         arrays = self._slots.advance(batch)
         rows = arrays.rows
-        wanted = self._wanted(arrays)
-        own = [*wanted, *(self._take_updates() if self._updates else ())]
+        sampled_columns = self._sampled_columns(arrays)
+        own = [*sampled_columns, *(self._take_updates() if self._updates else ())]
         size = self._size_for(arrays, own) if captured else None
         placed = arrays if size is None else padded(arrays, size)
         into = None if size is None else self._mixed_bytes
-        shared = _laid_out(placed)
+        shared = _arrays_to_upload(placed)
         uploaded = upload_together([*shared, *own], self._device, into)
         on_device = uploaded[len(shared) :]
-        if len(own) > len(wanted):
-            self._apply(*on_device[len(wanted) :])
+        if len(own) > len(sampled_columns):
+            self._apply(*on_device[len(sampled_columns) :])
         if size is None:
-            input_ids, block_tables = self._gathered(uploaded, placed)
+            input_ids, block_tables = self._gather(uploaded, placed)
         else:
-            input_ids, block_tables = self._mixed_room(size)
+            input_ids, block_tables = self._mixed_buffers(size)
         inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
         if size is None:
             inputs.prompts = arrays.prompts
-        if not wanted:
+        if not sampled_columns:
             return StepTensors(arrays, size, inputs, uploaded[0], inputs.kv_lens, sampled=None)
         slots, lens = on_device[:2]
-        sampled = self._sampled_rows(*on_device[: len(wanted)], adapted=arrays.adapted)
+        sampled = self._sampled_rows(*on_device[: len(sampled_columns)], adapted=arrays.adapted)
         return StepTensors(arrays, size, inputs, slots[: len(rows.slots)], lens[: len(rows.slots)], sampled)
 
-    def _wanted(self, arrays: StepArrays) -> list[NDArray[Any]]:
+    def _sampled_columns(self, arrays: StepArrays) -> list[NDArray[Any]]:
         """Return, for the tokens whose hidden states are needed: slots, lengths of their rows, indices among the
         tokens, and the values of the model's columns. Empty if they are all tokens, because the step's own arrays hold
         these."""
@@ -234,7 +238,7 @@ class SlotTables:
 
     def empty_mixed(self, size: MixedSize) -> None:
         """Fill the fixed tensors with a step of padding only, so that kernels that read them can be launched."""
-        upload_together(_laid_out(self._empty(size)), self._device, self._mixed_bytes)
+        upload_together(_arrays_to_upload(self._empty(size)), self._device, self._mixed_bytes)
 
     def mixed_inputs(self, size: MixedSize, *, adapted: bool) -> StepInputs:
         """Return the last uploaded step, in this size, built only from device state so that it can be captured.
@@ -243,9 +247,9 @@ class SlotTables:
         Launches the kernels that gather its inputs.
         """
         placed = self._empty(size)
-        shared = views(_laid_out(placed), self._mixed_bytes)
-        input_ids, block_tables = self._mixed_room(size)
-        self._gathered(shared, placed, input_ids, block_tables)
+        shared = views(_arrays_to_upload(placed), self._mixed_bytes)
+        input_ids, block_tables = self._mixed_buffers(size)
+        self._gather(shared, placed, input_ids, block_tables)
         return self._inputs_of(shared, placed, input_ids, block_tables, adapted=adapted)
 
     def _inputs_of(
@@ -257,7 +261,7 @@ class SlotTables:
         *,
         adapted: bool,
     ) -> StepInputs:
-        """Return the inputs of a step from its tensors on the device, those of `_laid_out` and `_gathered`."""
+        """Return the inputs of a step from its tensors on the device, those of `_arrays_to_upload` and `_gather`."""
         _, q_offsets, *values = shared
         columns = dict(zip(arrays.columns, values, strict=False))
         groups = [GroupTables(columns[places_of(group)], tables) for group, tables in enumerate(block_tables)]
@@ -278,11 +282,11 @@ class SlotTables:
             batch_invariant=self._batch_invariant,
         )
 
-    def _mixed_room(self, size: MixedSize) -> tuple[Tensor, list[Tensor]]:
+    def _mixed_buffers(self, size: MixedSize) -> tuple[Tensor, list[Tensor]]:
         """Return where captured steps of a size gather their input ids, and their block tables by group."""
         return self._mixed_tokens[: size.tokens], [tables[: size.rows] for tables in self._mixed_tables]
 
-    def _gathered(
+    def _gather(
         self,
         shared: Sequence[Tensor],
         arrays: StepArrays,
@@ -290,12 +294,12 @@ class SlotTables:
         block_tables: Sequence[Tensor | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Return a step's input ids, and its block tables by group, from the state of the slots, in the given tensors
-        if any. The step has been uploaded as `_laid_out`."""
+        if any. The step has been uploaded as `_arrays_to_upload`."""
         row_slots, _, *values = shared
-        rooms = block_tables or [None] * self._num_groups
+        outputs = block_tables or [None] * self._num_groups
         own = [
-            torch.index_select(tables, 0, row_slots, out=room)
-            for tables, room in zip(self._group_tables, rooms, strict=True)
+            torch.index_select(tables, 0, row_slots, out=out)
+            for tables, out in zip(self._group_tables, outputs, strict=True)
         ]
         if arrays.offsets is None:
             return torch.index_select(self.last_tokens, 0, row_slots, out=input_ids), own
@@ -353,7 +357,7 @@ class SlotTables:
 _NO_ENTRIES, _NO_BLOCKS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
-def _laid_out(arrays: StepArrays) -> list[NDArray[Any]]:
+def _arrays_to_upload(arrays: StepArrays) -> list[NDArray[Any]]:
     """Return the arrays of a step to upload, in this order: slots of its rows, offsets of their tokens, its columns."""
     if arrays.offsets is None:
         ends = np.arange(len(arrays.row_slots) + 1, dtype=np.int32)

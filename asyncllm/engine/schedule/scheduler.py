@@ -276,7 +276,8 @@ class Scheduler:
                 return
 
     def _allocate_for_chunk(self, batch: Batch, sequence: Sequence, length: int) -> int:
-        """Give a prompt blocks for its next `length` tokens, except reserved ones. Return how many of them have blocks."""
+        """Give a prompt blocks for its next `length` tokens, except reserved ones. Return how many of these tokens
+        fit."""
         end = sequence.num_computed + length
         if end > sequence.capacity:
             spare = self.blocks.num_available - len(self._running) * self.groups.count

@@ -32,7 +32,7 @@ MAX_VIDEO_BYTES = 2**26
 MAX_REDIRECTS = 3
 SECONDS = 10.0
 """Seconds to fetch one image, redirects included."""
-AT_ONCE = 4
+MAX_BATCH_VALUES = 4
 MAX_TOTAL = 2**28
 """Maximum number of bytes fetched for a request."""
 
@@ -85,7 +85,7 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     if len(found) > MAX_IMAGES:
         raise _refused(f"The messages name {len(found)} images, and at most {MAX_IMAGES} are fetched. Send fewer.")
     fetcher = MediaFetcher(service_of(request).config.allowed_media_domains or ())
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(MAX_BATCH_VALUES)
 
     async def fetch(kind: str, url: str) -> bytes:
         async with gate:
