@@ -24,7 +24,7 @@ from asyncllm.agent.cache.pool import available_memory
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter, ModelError
-from asyncllm.layers.layer import settle
+from asyncllm.layers.layer import cache_members
 from asyncllm.models.load_plan import load, plan_update
 from asyncllm.models.quantized import open_checkpoint
 from asyncllm.protocol import (
@@ -214,7 +214,7 @@ class ModelPlacement:
         before = self._parameters()
         try:
             self._model.allocate(self._dtype, self._device)
-            settle(self._model)
+            cache_members(self._model)
             fill()
         except BaseException as error:
             self._set_parameters(before)
@@ -242,7 +242,7 @@ class ModelPlacement:
     def _set_parameters(self, parameters: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         for module, name, parameter in parameters:
             setattr(module, name, parameter)
-        settle(self._model)
+        cache_members(self._model)
 
     def _no_memory(self, what: str) -> ModelError:
         return ModelError(f"{self._device} has no memory left for {what}. Free some, and wake the model again.")

@@ -3,7 +3,7 @@ run.
 
     loaded ──> read ──> in host memory ──> some in slots of the device (`AdapterSlots`)
       ^                      │
-            └── evicted when no request uses it and another adapter needs its place
+      └──────────────────────┘ evicted when no request uses it and another adapter needs its place
 
 An adapter is in use while a request is open, or waits for the adapter before it is queued. Every scheduled sequence
 thus has its adapter in host memory, and no step waits for a file.

@@ -1,5 +1,5 @@
-"""AltUp (Baykal et al., 2023): a residual stream made of several. Each layer computes one of them, and updates the
-others with what it learned. A stream of S is [T, S * hidden], the computed one first."""
+"""AltUp (Baykal et al., 2023): several parallel residual streams. Each layer computes the first stream and corrects the
+others by the result. The S streams of T tokens are one tensor [T, S * hidden]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.block import SandwichBlock, SandwichParts
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.norm import Norm
@@ -19,7 +19,7 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["AltUp", "AltUpBlock", "LowRankResidual"]
 
 
-class AltUp(Owner):
+class AltUp(ParameterOwner):
     """Predicts all streams before a layer, and corrects them after it."""
 
     def __init__(self, hidden_size: int, streams: int, *, norm: Norm) -> None:

@@ -23,10 +23,10 @@ from asyncllm.layers.unit_norm import UnitNorm
 
 __all__ = ["Attention", "AttentionConfig", "QKNormKind", "Sinks"]
 
-QKNormKind = Literal["head", "heads", "listed", "unit", "whole", "turned"]
+QKNormKind = Literal["head", "heads", "listed", "unit", "whole", "rotated"]
 """Norms of queries and keys. head: each head, with a shared weight. heads: each head with its own weight (layer norms),
 stored in one tensor. listed: the same, one tensor per head. unit: each head, without a weight. whole: all heads
-together. turned: each head, after the rotation."""
+together. rotated: each head, after its rotation."""
 
 
 class Sinks(Layer):
@@ -78,7 +78,7 @@ class AttentionConfig:
     """Whether queries are multiplied by the step's `query_scale`."""
     qk_norm: QKNormKind | None = None
     norm_class: Callable[[int, float], nn.Module] = RMSNorm
-    """Norm of q and k for the kinds "head", "whole" and "turned"."""
+    """Norm of q and k for the kinds "head", "whole" and "rotated"."""
     norm_eps: float = 1e-6
     alibi: Sequence[float] = ()
     """ALiBi slopes of the heads."""
@@ -166,7 +166,7 @@ class Attention(Layer):
 
     def _rotate(self, qkv: Tensor, rotation: Rotation | None, cache: KVCache, plan: Tensor) -> Tensor:
         """Normalise and rotate the packed heads, write keys and values, and return the queries [T, H, D]."""
-        if rotation is None or self.qk_norm == "turned":
+        if rotation is None or self.qk_norm == "rotated":
             return self._fill(self._normed(qkv, rotation), cache, plan)
         q_norm, k_norm = self.q_norm, self.k_norm
         q_weight, k_weight, eps = None, None, 0.0

@@ -83,21 +83,21 @@ class Block(Layer):
             normed = self.attn_norm(residual)
         else:
             normed, residual = _normed(self.attn_norm, branch, residual, self.attn, step)
-        attended = self._attended(normed, step, sampled)
+        attended = self._attention_branch(normed, step, sampled)
         if self.scale is not None:
             attended.mul_(self.scale)
         if sampled is not None:
             residual, step = kernels.gather_rows(residual, sampled.indices), sampled.inputs
         normed, residual = _normed(self.mlp_norm, attended, residual, self.mlp, step)
-        fed = self._fed(normed, residual, step)
+        fed = self._mlp_branch(normed, residual, step)
         return fed if self.scale is None else fed.mul_(self.scale), residual
 
-    def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
-        """Return attention's output for the normed stream."""
+    def _attention_branch(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
+        """Return the output of attention for the normed stream."""
         attended: Tensor = self.attn(normed, step, sampled)
         return attended
 
-    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+    def _mlp_branch(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
         """Return the MLP's output for the normed stream. `residual` is the stream itself."""
         fed: Tensor = self.mlp(normed, step)
         return fed
@@ -143,12 +143,12 @@ class SandwichBlock(Block):
         self.attn_post_norm = attn_post_norm
         self.mlp_post_norm = mlp_post_norm
 
-    def _attended(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
-        attended: Tensor = self.attn_post_norm(super()._attended(normed, step, sampled))
+    def _attention_branch(self, normed: Tensor | RoundedRows, step: StepInputs, sampled: SampledRows | None) -> Tensor:
+        attended: Tensor = self.attn_post_norm(super()._attention_branch(normed, step, sampled))
         return attended
 
-    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
-        fed: Tensor = self.mlp_post_norm(super()._fed(normed, residual, step))
+    def _mlp_branch(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+        fed: Tensor = self.mlp_post_norm(super()._mlp_branch(normed, residual, step))
         return fed
 
 

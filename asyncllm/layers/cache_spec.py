@@ -83,7 +83,7 @@ class StateSpec:
 
     @property
     def window(self) -> int:
-        """1: a token needs only the block of the token before it."""
+        """2: a token needs only the state after the token before it."""
         return 2
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[BlockPart, ...]:

@@ -21,9 +21,9 @@ __all__ = ["ChunkedAttention", "ChunkedSpec"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSpec:
-    """The cache spec `kept`, whose tokens are no longer needed once their chunk of `chunk` tokens has ended."""
+    """The cache spec `inner`, whose tokens are no longer needed once their chunk of `chunk` tokens has ended."""
 
-    kept: CacheSpec
+    inner: CacheSpec
     chunk: int
 
     @property
@@ -39,10 +39,10 @@ class ChunkedSpec:
                 f"which must begin with a block. Choose a block_size that divides {self.chunk}.",
                 "block_size",
             )
-        return self.kept.parts(block_size, dtype)
+        return self.inner.parts(block_size, dtype)
 
     def cache(self, tensors: Sequence[Tensor], block_size: int) -> Any:
-        return self.kept.cache(tensors, block_size)
+        return self.inner.cache(tensors, block_size)
 
 
 class ChunkedAttention(Attention):

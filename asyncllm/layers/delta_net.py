@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Owner
+from asyncllm.layers.layer import ParameterOwner
 from asyncllm.layers.linear import Linear, MergedLinear
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.norm import RMSNorm
@@ -19,7 +19,7 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["GatedDeltaNet"]
 
 
-class Decay(Owner):
+class Decay(ParameterOwner):
     """The decay rate of each head's memory per token. Always float32."""
 
     parameter_dtype = torch.float32

@@ -60,7 +60,8 @@ def _logits(
 
 
 def whole_rows(parts: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
-    """Logits of each rank's tokens [ranks, R, tokens] -> [R, vocab], in `out` if given."""
+    """Return whole rows of logits [R, vocab], in `out` if given, from those of each rank's tokens [ranks, R,
+    tokens]."""
     logits = parts.new_empty(parts.shape[1], vocab_size) if out is None else out
     for index, part in enumerate(parts):
         there = logits[:, index * part.shape[1] : (index + 1) * part.shape[1]]

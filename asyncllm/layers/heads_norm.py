@@ -37,8 +37,8 @@ class HeadsLayerNorm(Layer):
         return {("weight", None, None): (self._num_heads, self.weight.shape[1])}
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        turned, rest = tensor[:, : self.paired], tensor[:, self.paired :]
-        halves = torch.cat([turned[:, 0::2], turned[:, 1::2], rest], 1)
+        rotated, rest = tensor[:, : self.paired], tensor[:, self.paired :]
+        halves = torch.cat([rotated[:, 0::2], rotated[:, 1::2], rest], 1)
         self.weight.copy_(halves[self._first :][: len(self.weight)])
 
 

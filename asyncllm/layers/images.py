@@ -87,7 +87,7 @@ class ImageMerge(Layer):
         features = step.image_features[:, : x.shape[1]].index_select(0, rows.clamp(min=0))
         return torch.where((rows >= 0)[:, None], features, x)
 
-    def behind(self, layer: int, residual: Tensor, step: StepInputs) -> Tensor:
+    def add_after_layer(self, layer: int, residual: Tensor, step: StepInputs) -> Tensor:
         """Add the features for the output of `layer`, if features are wider than the embeddings."""
         features, size = step.image_features, residual.shape[1]
         if features is None or features.shape[1] < (layer + 2) * size:

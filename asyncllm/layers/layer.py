@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import Rounding
 
-__all__ = ["Layer", "Owner", "PartKey", "settle"]
+__all__ = ["Layer", "ParameterOwner", "PartKey", "cache_members"]
 
 PartKey = tuple[str, str | None, int | None]
 """(suffix, part, index): ("weight", "q", None), ("weight", "up", 3), ("bias", None, None)."""
@@ -42,12 +42,12 @@ class Layer(nn.Module):
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # An attribute set by `settle` must not hide a new value.
+        # An attribute set by `cache_members` must not hide a new value.
         self.__dict__.pop(name, None)
         super().__setattr__(name, value)
 
 
-class Owner(Layer):
+class ParameterOwner(Layer):
     """A layer whose own parameters are stored unchanged in checkpoints. It stays whole on every rank."""
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
@@ -59,8 +59,9 @@ class Owner(Layer):
         self.get_parameter(suffix).copy_(tensor)
 
 
-def settle(model: nn.Module) -> None:
-    """Make parameters and submodules of a finished model ordinary attributes. Assigning one undoes this for it."""
+def cache_members(model: nn.Module) -> None:
+    """Make parameters and submodules of a finished model ordinary attributes too. A new assignment removes the
+    attribute."""
     for module in model.modules():
         module.__dict__.update(module._parameters)
         module.__dict__.update(module._modules)

@@ -11,7 +11,7 @@ from asyncllm import kernels
 from asyncllm.kernels import RoundedRows
 from asyncllm.layers.block import SandwichBlock, SandwichParts
 from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.norm import Norm
 from asyncllm.layers.normed_experts import NormedMoE
@@ -21,8 +21,8 @@ __all__ = ["GatedLayerInput", "LayerInputBlock", "LayerInputs", "LayerScale"]
 
 
 class LayerInputs(Layer):
-    """ids [T] and embeddings [T, hidden] -> [T, layers, size]: the sum, divided by sqrt(2), of rows of a per-layer
-    table and a normalised product of the embeddings."""
+    """ids [T] and embeddings [T, hidden] -> [T, layers, size]: rows of a per-layer table plus a normalised product of
+    the embeddings, divided by sqrt(2)."""
 
     def __init__(self, hidden_size: int, num_layers: int, size: int, *, vocab_size: int, norm: Norm) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GatedLayerInput(Layer):
         return normed
 
 
-class LayerScale(Owner):
+class LayerScale(ParameterOwner):
     """One number that multiplies the stream after a layer."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class LayerInputBlock(SandwichBlock):
             added = self.layer_input(residual, step, sampled)
         return added * self.stream_scale.value, residual * self.stream_scale.value
 
-    def _fed(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
+    def _mlp_branch(self, normed: Tensor | RoundedRows, residual: Tensor, step: StepInputs) -> Tensor:
         fed: Tensor = self.mlp(normed, step)
         if self.experts is not None and self.beside_norm is not None:
             fed = self.beside_norm(fed) + self.experts(residual, step)

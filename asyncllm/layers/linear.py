@@ -130,8 +130,8 @@ class QKVLinear(MergedLinear):
     def _halved(self, tensor: Tensor) -> Tensor:
         """Return rows by head, with the first features of all pairs before the second ones."""
         heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
-        turned = heads[:, : self.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
-        return torch.cat([turned, heads[:, self.paired :]], 1).view_as(tensor)
+        rotated = heads[:, : self.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
+        return torch.cat([rotated, heads[:, self.paired :]], 1).view_as(tensor)
 
     def divide(self, group: RankGroup) -> None:
         super().divide(group)

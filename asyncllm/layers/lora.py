@@ -1,4 +1,4 @@
-"""LoRA adapters of a linear layer: each token's own, selected by the device slot of its sequence's adapter."""
+"""LoRA adapters of a linear layer. A token's adapter is selected by its slot on the device."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class LayerAdapters:
 
 
 def group_adapters(step: StepInputs) -> None:
-    """Group the decode rows of a step with adapters by these, if they are many, once for all layers and before the
-    first one's kernels."""
-    # All tokens, where no result may depend on how many there are.
+    """Group the decode rows of a step by adapter, if they are many. The model calls this once for all layers."""
+    # A batch-invariant step groups all tokens, because no result may depend on how many there are.
     count = len(step.input_ids) if step.batch_invariant else step.num_decode
     if step.batch_invariant or count > FEW_ROWS:
         step.adapter_groups = kernels.group_rows(step[ADAPTER_SLOTS][:count])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Owner
+from asyncllm.layers.layer import ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -17,7 +17,7 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["Mamba"]
 
 
-class FeatureStates(Owner):
+class FeatureStates(ParameterOwner):
     """The parameters of each feature. Always float32."""
 
     parameter_dtype = torch.float32

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm import kernels
 from asyncllm.layers.cache_spec import StateSpec
-from asyncllm.layers.layer import Owner
+from asyncllm.layers.layer import ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
@@ -17,15 +17,15 @@ from asyncllm.layers.step_inputs import SampledRows, StepInputs
 __all__ = ["GroupedNorm", "Mamba2", "StateSpace"]
 
 
-class StateSpace(Owner):
+class StateSpace(ParameterOwner):
     """The parameters of each head. Always float32."""
 
     parameter_dtype = torch.float32
 
-    def __init__(self, num_heads: int, least: float = 0.0) -> None:
-        """`least`: minimum step size."""
+    def __init__(self, num_heads: int, min_step: float = 0.0) -> None:
+        """`min_step`: minimum step size."""
         super().__init__()
-        self.least = least
+        self.min_step = min_step
         self.log_rate = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.step_bias = nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.skip = nn.Parameter(torch.empty(num_heads), requires_grad=False)
@@ -33,11 +33,11 @@ class StateSpace(Owner):
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """steps [T, H] -> (logarithms of the fraction of the state that stays, at most 0, and step sizes), float32 [T,
         H]."""
-        sizes = kernels.softplus(steps.float() + self.step_bias).clamp(min=self.least)
+        sizes = kernels.softplus(steps.float() + self.step_bias).clamp(min=self.min_step)
         return -self.log_rate.exp() * sizes, sizes
 
 
-class GroupedNorm(Owner):
+class GroupedNorm(ParameterOwner):
     """RMS norm, over each group of neighbouring features, of x [T, size] times silu of a gate."""
 
     stored_less: ClassVar[float] = 0.0
@@ -77,10 +77,10 @@ class Mamba2(StateLayer):
         conv_bias: bool,
         bias: bool,
         norm_eps: float,
-        least_step: float = 0.0,
+        min_step: float = 0.0,
     ) -> None:
         """`num_groups`: groups of heads that share the vectors that write and read their states. `state_size`: numbers
-        per feature of a head, of which there are `head_dim`. `least_step`: minimum step size."""
+        per feature of a head, of which there are `head_dim`. `min_step`: minimum step size."""
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_groups = num_heads, num_groups
@@ -89,7 +89,7 @@ class Mamba2(StateLayer):
         self.sizes = [inner, inner + 2 * shared, num_heads]
         self.inputs = Linear(hidden_size, sum(self.sizes), shard="replicated", bias=bias)
         self.conv = CausalConvolution(inner + 2 * shared, conv_length, bias=conv_bias)
-        self.space = StateSpace(num_heads, least_step)
+        self.space = StateSpace(num_heads, min_step)
         self.norm = GroupedNorm(inner, num_groups, norm_eps)
         self.out = Linear(inner, hidden_size, shard="replicated", bias=bias)
         memory = (num_heads, state_size, head_dim)

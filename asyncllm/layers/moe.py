@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Routing
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP
@@ -28,7 +28,7 @@ class ExactRouter(Linear):
         return self.method.product_exact(self, x)
 
 
-class Correction(Owner):
+class Correction(ParameterOwner):
     """Added to the experts' scores when experts are chosen, but not when they are weighted. Always float32."""
 
     parameter_dtype = torch.float32
@@ -82,15 +82,17 @@ class MoE(Layer):
             weights.divide_experts(group)
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        weights, expert_ids = self._routed(x, step)
+        weights, expert_ids = self._route(x, step)
         own = self.gate_up.own_experts
         if own is not None:
-            # All ranks have all tokens. Tokens of other ranks' experts get zeros here, and the sum over ranks has each
-            # once.
+            # All ranks have all tokens. A token gets zeros for the experts of other ranks, so that the sum over ranks
+            # has each expert once.
             elsewhere = (expert_ids < own.start) | (expert_ids >= own.stop)
             weights = weights.masked_fill(elsewhere, 0.0)
             expert_ids = (expert_ids - own.start).masked_fill_(elsewhere, -1)
-        chosen = self._given(self.down.summed(self._chosen(self._read(x, step), weights, expert_ids)), step)
+        inputs = self._experts_input(x, step)
+        summed = self.down.summed(self._combined_experts(inputs, weights, expert_ids))
+        chosen = self._layer_output(summed, step)
         if self.shared is None:
             return chosen
         shared = self.shared(x, step)
@@ -98,20 +100,20 @@ class MoE(Layer):
             shared = shared * kernels.sigmoid(self.shared_gate(x, step))
         return chosen.add_(shared)
 
-    def _routed(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Apply `kernels.route` to x [T, hidden]."""
         correction = None if self.correction is None else self.correction.bias
         return kernels.route(self.router(x, step), self.routing, correction)
 
-    def _read(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Return the experts' input, from x [T, hidden]."""
+    def _experts_input(self, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the experts' input from x [T, hidden]."""
         return x
 
-    def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
-        """Return the layer's output [T, hidden], from the experts' output."""
+    def _layer_output(self, chosen: Tensor, step: StepInputs) -> Tensor:
+        """Return the layer's output [T, hidden] from the experts' output."""
         return chosen
 
-    def _chosen(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    def _combined_experts(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts. x [T, hidden], weights and expert_ids [T, k]."""
         experts = self.gate_up.method.experts
         if not self.scaled_inputs:

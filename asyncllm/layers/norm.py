@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import RoundedRows, Rounding
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 
 __all__ = ["NoNorm", "Norm", "OffsetRMSNorm", "RMSNorm"]
 
 
-class Norm(Owner):
+class Norm(ParameterOwner):
     """A norm of the last axis, times a weight."""
 
     stored_less: ClassVar[float] = 0.0

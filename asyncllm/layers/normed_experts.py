@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.kernels import Routing
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
@@ -30,7 +30,7 @@ class NormedRouter(Layer):
         return scaled
 
 
-class ExpertScales(Owner):
+class ExpertScales(ParameterOwner):
     """A factor on each expert's weight. Always float32."""
 
     parameter_dtype = torch.float32
@@ -53,14 +53,14 @@ class NormedMoE(MoE):
         self.scales = ExpertScales(num_experts)
         self.input_norm, self.output_norm = RMSNorm(hidden_size, norm_eps), RMSNorm(hidden_size, norm_eps)
 
-    def _routed(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
-        weights, expert_ids = super()._routed(x, step)
+    def _route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        weights, expert_ids = super()._route(x, step)
         return weights * self.scales.value[expert_ids], expert_ids
 
-    def _read(self, x: Tensor, step: StepInputs) -> Tensor:
+    def _experts_input(self, x: Tensor, step: StepInputs) -> Tensor:
         normed: Tensor = self.input_norm(x)
         return normed
 
-    def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
+    def _layer_output(self, chosen: Tensor, step: StepInputs) -> Tensor:
         normed: Tensor = self.output_norm(chosen)
         return normed

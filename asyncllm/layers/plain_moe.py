@@ -53,8 +53,8 @@ class PlainMoE(MoE):
         self.into = Linear(hidden_size, width, shard="replicated", bias=bias) if maps else None
         self.back = Linear(width, hidden_size, shard="replicated", bias=bias) if maps else None
 
-    def _read(self, x: Tensor, step: StepInputs) -> Tensor:
+    def _experts_input(self, x: Tensor, step: StepInputs) -> Tensor:
         return x if self.into is None else self.into(x, step)
 
-    def _given(self, chosen: Tensor, step: StepInputs) -> Tensor:
+    def _layer_output(self, chosen: Tensor, step: StepInputs) -> Tensor:
         return chosen if self.back is None else self.back(chosen, step)

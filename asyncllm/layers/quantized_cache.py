@@ -43,7 +43,7 @@ def quantized(spec: CacheSpec, form: KVFormat) -> CacheSpec:
     if isinstance(spec, StateSpec):
         return spec
     if isinstance(spec, ChunkedSpec):
-        return replace(spec, kept=quantized(spec.kept, form))
+        return replace(spec, inner=quantized(spec.inner, form))
     if not isinstance(spec, PagedKVSpec):
         raise UnsupportedFeature(
             "quant_policy: the model stores one latent per token for the keys and values of all heads, followed by a "

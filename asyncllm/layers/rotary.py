@@ -6,12 +6,13 @@ sines:
     linear    divided by `factor` (Chen et al., 2023)
     dynamic   theta grows with the prompt's length L beyond max_position (NTK-aware):
               theta * (factor * L / max - (factor - 1)) ^ (R / (R - 2)).
-                            A sequence keeps the base of its prompt, because its cached keys do.
+              A sequence keeps the base of its prompt, because its cached keys do.
     qwen      the same by steps: the growth is 2^ceil(log2(L / max) + 1) - 1, at least 1 (Qwen's first generation)
     yarn      high frequencies kept, low ones divided, a ramp between (Peng et al., 2023)
     llama3    the same idea with wavelength bounds (Llama 3.1's reference code)
-        proportional  the first `turned` pairs of a head are rotated, the others are not (Gemma 4)
     longrope  searched divisors per frequency, one set for short and one for long contexts (Ding et al., 2024)
+    proportional
+              divided by `factor` in the first `rotated_pairs` pairs of a head; the others are not rotated (Gemma 4)
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotated features per head: R, even."""
     factor: float = 1.0
     """linear, dynamic, yarn, llama3, proportional."""
-    turned: int = 0
-    """proportional: how many of the R/2 pairs."""
+    rotated_pairs: int = 0
+    """proportional: how many of the R/2 pairs are rotated."""
     original_max_position: int = 0
     """dynamic, qwen: where growth begins; yarn, llama3, longrope: the context before extension."""
     low_freq_factor: float = 1.0
@@ -78,7 +79,7 @@ class LogScaling(msgspec.Struct, frozen=True, kw_only=True):
     """Scales queries beyond the first `length` tokens by the logarithm of their position to that base (Su, 2021)."""
 
     length: int
-    unturned: ClassVar[bool] = False
+    nope_layers_only: ClassVar[bool] = False
     """See `QueryScaling`."""
 
     def scales(self, positions: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class QueryScaling(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     weight: float
     ahead: int = 0
-    unturned: bool = False
+    nope_layers_only: bool = False
     """Whether only layers without rotation scale queries."""
 
     def scales(self, positions: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
         return frequencies / config.factor
     if config.kind == "proportional":
         frequencies = frequencies / config.factor
-        frequencies[config.turned :] = 0.0
+        frequencies[config.rotated_pairs :] = 0.0
         return frequencies
     if config.kind == "llama3":
         return _llama3(config, frequencies)

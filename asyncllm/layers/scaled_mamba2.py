@@ -15,7 +15,7 @@ from asyncllm.layers.step_inputs import StepInputs
 
 __all__ = ["Gate", "ScaledMamba2"]
 
-Gate = Literal["before_norm", "behind_norm", "alone"]
+Gate = Literal["before_norm", "after_norm", "alone"]
 """Where silu of the gate is applied: to the input of the norm, to its output, or without a norm."""
 
 
@@ -25,7 +25,7 @@ class _Gate(nn.Module):
         return (x * kernels.silu(gate.float())).to(x.dtype)
 
 
-class _GatedBehind(GroupedNorm):
+class _GatedAfterNorm(GroupedNorm):
     """RMS norm over each group of neighbouring features of x [T, size], multiplied by silu of a gate."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -35,6 +35,8 @@ class _GatedBehind(GroupedNorm):
 
 
 class ScaledMamba2(Mamba2):
+    """Like `Mamba2`, with a multiplier on each part of the first product and a choice of where the gate applies."""
+
     def __init__(
         self,
         layer: int,
@@ -51,8 +53,8 @@ class ScaledMamba2(Mamba2):
         inner, shared = self.sizes[0], self.num_groups * self.state_size
         if gate == "alone":
             self.norm = _Gate()  # type: ignore[assignment]
-        elif gate == "behind_norm":
-            self.norm = _GatedBehind(inner, self.num_groups, self.norm.eps)
+        elif gate == "after_norm":
+            self.norm = _GatedAfterNorm(inner, self.num_groups, self.norm.eps)
         self.out = Linear(inner, hidden_size, shard="replicated", bias=out_bias)
         self.multipliers = tuple(zip(multipliers, (inner, inner, shared, shared, self.num_heads), strict=True))
         self.multiplier: Tensor | None = None

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.step_inputs import StepInputs
 
 __all__ = ["XIELU", "XIELUMLP"]
 
 
-class XIELU(Owner):
+class XIELU(ParameterOwner):
     """alpha_p x^2 + beta x above 0; below, alpha_n (e^x - 1 - x) + beta x. Computed in float32, and rounded once.
 
     The stored parameters are the softplus inputs for alpha_p and for alpha_n - beta.

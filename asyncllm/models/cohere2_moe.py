@@ -62,8 +62,8 @@ class Cohere2MoE(Cohere2):
         sliding = [(layer + 1) % first != 0 for layer in range(ahead)]
         sliding += [(layer + 1) % every != 0 for layer in range(num_layers - ahead)]
         windows = hf.windows(num_layers, hf.optional_integer("sliding_window", 4096), sliding)
-        # Dense layers that all see every position are turned nonetheless.
-        turned = [window is not None or (layer < dense and first == 1) for layer, window in enumerate(windows)]
+        # Dense layers that all see every position are rotated nonetheless.
+        rotated = [window is not None or (layer < dense and first == 1) for layer, window in enumerate(windows)]
         count, size = hf.integer("num_experts", 8, maximum=MAX_EXPERTS), config.intermediate_size
         by_sigmoid = hf.fields.get("expert_selection_fn") == "sigmoid"
         experts = ExpertsConfig(
@@ -79,7 +79,7 @@ class Cohere2MoE(Cohere2):
         )
         fields = msgspec.structs.asdict(config) | {
             "windows": windows,
-            "layer_ropes": tuple(config.rope if each else None for each in turned),
+            "layer_ropes": tuple(config.rope if each else None for each in rotated),
             "experts": experts,
             "intermediate_size": hf.integer("prefix_dense_intermediate_size", size),
         }

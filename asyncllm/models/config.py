@@ -381,7 +381,7 @@ class HFConfig:
             return RopeConfig(theta=theta, dim=dim), trained
         if kind == "proportional":
             factor = scaling.number("factor", 1.0)
-            return RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, turned=dim // 2), trained
+            return RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, rotated_pairs=dim // 2), trained
         if kind in ("linear", "dynamic"):
             factor = scaling.number("factor")
             if factor < 1:

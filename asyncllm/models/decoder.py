@@ -162,7 +162,7 @@ class DecoderLM(nn.Module):
             softcap=config.score_softcap,
             sinks=config.sinks,
             qkv_clip=config.qkv_clip,
-            scale_queries=scaling is not None and (rope is None or not scaling.unturned),
+            scale_queries=scaling is not None and (rope is None or not scaling.nope_layers_only),
             qk_norm=None if config.qk_norm == "unit" and rope is None else config.qk_norm,
             norm_class=self.norm_class,
             norm_eps=config.norm_eps,
@@ -312,7 +312,7 @@ class DecoderLM(nn.Module):
         for layer, block in enumerate(islice(self.layers, count)):
             branch, residual = block(branch, residual, step)
             if self.vision is not None:
-                residual = self.vision.merge.behind(layer, residual, step)
+                residual = self.vision.merge.add_after_layer(layer, residual, step)
         if branch is None:
             raise ValueError("a decoder needs at least one layer")
         return branch, residual

@@ -93,7 +93,7 @@ class FalconH1(DecoderLM):
         behind = hf.flag("mamba_norm_before_gate", True)
         gate: Gate = "alone"
         if hf.flag("mamba_rms_norm", False):
-            gate = "behind_norm" if behind else "before_norm"
+            gate = "after_norm" if behind else "before_norm"
         return FalconH1Config(
             **fields,
             **mamba_fields(hf, fields["hidden_size"], inner),
@@ -129,7 +129,7 @@ class FalconH1(DecoderLM):
         (attended, attends), (stated, states) = config.attention_scales, config.mamba_scales
         return Block(
             attn_norm=self.make_norm(),
-            attn=JointMixers(attention, state, given=(attended, stated), gives=(attends, states)),
+            attn=JointMixers(attention, state, in_factors=(attended, stated), out_factors=(attends, states)),
             mlp_norm=self.make_norm(),
             mlp=self.mlp(layer),
         )

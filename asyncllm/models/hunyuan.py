@@ -42,7 +42,7 @@ class Hunyuan(DecoderLM):
         hf.expect("use_cla", False)
         bias = hf.flag("attention_bias", False)
         hf = _with_base(hf)
-        return ModelConfig(**hf.decoder(architecture, norm_eps=1e-5), qkv_bias=bias, out_bias=bias, qk_norm="turned")
+        return ModelConfig(**hf.decoder(architecture, norm_eps=1e-5), qkv_bias=bias, out_bias=bias, qk_norm="rotated")
 
 
 def _with_base(hf: HFConfig) -> HFConfig:

@@ -103,7 +103,7 @@ class Llama4(DecoderLM):
         if not isinstance(tuned, int):
             hf.invalid("attn_temperature_tuning", "where true or false belongs")
         scaling = QueryScaling(
-            length=hf.integer("floor_scale", 8192), weight=hf.number("attn_scale", 0.1), ahead=1, unturned=True
+            length=hf.integer("floor_scale", 8192), weight=hf.number("attn_scale", 0.1), ahead=1, nope_layers_only=True
         )
         return ModelConfig(
             **fields,

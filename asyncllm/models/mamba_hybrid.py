@@ -66,9 +66,9 @@ def mamba_fields(hf: HFConfig, hidden_size: int, inner: int | None = None) -> di
     }
 
 
-def mamba_layer(config: MambaConfig, layer: int, *, least_step: float = 0.0) -> Mamba2:
-    """Return the Mamba-2 of layer `layer`, with step sizes of at least `least_step`."""
-    return Mamba2(layer, config.hidden_size, **mamba_sizes(config), least_step=least_step)
+def mamba_layer(config: MambaConfig, layer: int, *, min_step: float = 0.0) -> Mamba2:
+    """Return the Mamba-2 of layer `layer`, with step sizes of at least `min_step`."""
+    return Mamba2(layer, config.hidden_size, **mamba_sizes(config), min_step=min_step)
 
 
 def mamba_sizes(config: MambaConfig) -> dict[str, Any]:

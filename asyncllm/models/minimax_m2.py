@@ -46,9 +46,9 @@ class MiniMaxM2(DecoderLM):
         hf.expect("use_qk_norm", True)
         hf.expect("qk_norm_type", "per_layer")
         hf.expect("shared_intermediate_size", 0)
-        turned = hf.optional_integer("rotary_dim")
-        if turned is not None:
-            hf = hf.changed({"partial_rotary_factor": turned / hf.integer("head_dim", 128)})
+        rotated = hf.optional_integer("rotary_dim")
+        if rotated is not None:
+            hf = hf.changed({"partial_rotary_factor": rotated / hf.integer("head_dim", 128)})
         fields = hf.decoder(architecture, max_position=196608, theta=5e6, head_dim=128, partial_rotary=1.0)
         count = hf.integer("num_local_experts", 256, maximum=MAX_EXPERTS)
         experts = ExpertsConfig(

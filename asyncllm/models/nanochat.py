@@ -44,7 +44,7 @@ class NanoChat(DecoderLM):
             out_bias=bias,
             gated=False,
             activation=hf.activation("hidden_act", "relu2"),
-            qk_norm="turned",
+            qk_norm="rotated",
             embedding_norm=True,
             logit_softcap=hf.optional_number("final_logit_softcapping", 15.0),
         )

@@ -33,7 +33,7 @@ class NemotronHConfig(MambaConfig, frozen=True, kw_only=True):
     """Kind of each layer: linear_attention, full_attention, mlp or moe."""
     latent_size: int | None
     """Size of the projection that experts read instead of the whole token."""
-    least_step: float
+    min_step: float
     """Minimum step size of Mamba-2."""
 
 
@@ -120,7 +120,7 @@ class NemotronH(DecoderLM):
             conv_length=hf.integer("conv_kernel", 4, minimum=2, maximum=16),
             conv_bias=hf.flag("use_conv_bias", True),
             mamba_bias=hf.flag("use_bias", False),
-            least_step=hf.number("time_step_min", 0.001, positive=False),
+            min_step=hf.number("time_step_min", 0.001, positive=False),
         )
 
     def block(self, layer: int) -> AnyBlock:
@@ -147,7 +147,7 @@ class NemotronH(DecoderLM):
         place = sum(kind not in ("mlp", "moe") for kind in self.config.kinds[:layer])
         if layer in self.config.attending:
             return super().attention(place)
-        return mamba_layer(self.config, place, least_step=self.config.least_step)
+        return mamba_layer(self.config, place, min_step=self.config.min_step)
 
 
 def _kinds(hf: HFConfig) -> tuple[str, ...]:

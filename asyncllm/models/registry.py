@@ -19,7 +19,7 @@ import torch
 
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
-from asyncllm.layers.layer import Layer, settle
+from asyncllm.layers.layer import Layer, cache_members
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.rank_sums import sum_in_norms
@@ -182,7 +182,7 @@ def open_model(
     load(model, checkpoint, model.weight_map)
     model.config = msgspec.structs.replace(model.config, num_parameters=num_parameters)
     model.eval()
-    settle(model)
+    cache_members(model)
     return model
 
 

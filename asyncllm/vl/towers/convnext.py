@@ -8,7 +8,7 @@ import msgspec
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.vl.towers.parts import Dense, PatchEmbedding, Table, empty
 
@@ -84,7 +84,7 @@ class _Block(Layer):
         return x + moved
 
 
-class _Mix(Owner):
+class _Mix(ParameterOwner):
     """A depthwise convolution of x [N, channels, rows, columns]."""
 
     def __init__(self, size: int) -> None:

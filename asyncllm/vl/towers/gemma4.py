@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.kernels import Rotation, Segments, split_segments
-from asyncllm.layers.layer import Layer, Owner
+from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.unit_norm import UnitNorm
 from asyncllm.prompt_image import PromptImage
@@ -91,7 +91,7 @@ class _ClippedDense(Dense):
         return torch.clamp(inner, self.output_min, self.output_max)
 
 
-class _Standard(Owner):
+class _Standard(ParameterOwner):
     """Shifts and scales features in float32."""
 
     def __init__(self, size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncllm.layers.layer import Owner
+from asyncllm.layers.layer import ParameterOwner
 
 __all__ = [
     "ACTIVATIONS",
@@ -75,7 +75,7 @@ def empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class Dense(Owner):
+class Dense(ParameterOwner):
     """A linear layer from [..., in] to [..., out]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
@@ -87,7 +87,7 @@ class Dense(Owner):
         return F.linear(x, self.weight, self.bias)
 
 
-class PatchEmbedding(Owner):
+class PatchEmbedding(ParameterOwner):
     """A convolution without overlap, as a linear layer from patches [..., channels * window] to [..., out]. `window`:
     the kernel's sizes, the last ones height and width."""
 
@@ -105,7 +105,7 @@ class PatchEmbedding(Owner):
         return embedded
 
 
-class Table(Owner):
+class Table(ParameterOwner):
     """A learned tensor."""
 
     def __init__(self, *shape: int) -> None:
