@@ -358,8 +358,8 @@ class ModelAgent:
 
     @property
     def blocked(self) -> bool:
-        """Whether `launch` has to wait until `resume` has launched the last step's sampling, or a step has been read.
-        The latter happens only to a rank that is behind the first one, which the engine follows."""
+        """Whether `launch` has to wait until `resume` has launched the last step's sampling, or until a step has been
+        read. The latter happens only to a rank that is slower than the first one, whose results the engine reads."""
         return self._unsampled is not None or len(self._unread) >= MAX_STEPS_IN_FLIGHT
 
     def resume(self) -> PendingStep | None:

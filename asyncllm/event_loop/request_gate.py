@@ -15,7 +15,7 @@ from collections import deque
 __all__ = ["PER_TURN", "RequestGate"]
 
 PER_TURN = 16
-"""About 5 ms of work."""
+"""Default maximum number of requests per iteration: about 5 ms of work."""
 LONG = 0.01
 """Duration of an iteration in seconds. After a longer one the limit is halved; after a shorter one it grows by one."""
 

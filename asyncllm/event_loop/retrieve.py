@@ -13,6 +13,9 @@ __all__ = ["retrieve"]
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark the error of a future that is done, if it has one, as retrieved. Also serves as a done callback."""
+    """Mark the error of a future that is done, if it has one, as retrieved.
+
+    As a done callback it does so for a future that no caller may await any more.
+    """
     if not future.cancelled():
         future.exception()

@@ -226,8 +226,9 @@ class _Changes:
                 continue
             product = self._product(name, parts)
             # Conv1D weights are [in, out]. For a square one the config says whether it is such a weight.
-            turned = product.shape != base.shape or (product.shape[0] == product.shape[1] and self._config.turned)
-            weight = (base.t() if turned else base).float() + product
+            square = product.shape[0] == product.shape[1]
+            transposed = product.shape != base.shape or (square and self._config.transposed)
+            weight = (base.t() if transposed else base).float() + product
             if "magnitude" in parts:
                 weight = weight * (parts["magnitude"].view(-1, 1) / weight.norm(dim=1, keepdim=True))
-            yield name, (weight.t() if turned else weight).to(tensor.dtype).contiguous()
+            yield name, (weight.t() if transposed else weight).to(tensor.dtype).contiguous()

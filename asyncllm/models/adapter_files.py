@@ -45,7 +45,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 _NAMED = ".default."
 """PEFT's name for an adapter during training, omitted from saved files."""
 
-_FREE = frozenset(
+_UNUSED_ENTRIES = frozenset(
     {
         *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
@@ -56,7 +56,7 @@ _FREE = frozenset(
 )
 """Entries without effect here: about training, about which modules have tensors, about how a base weight is stored."""
 
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
+_READ_ENTRIES = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"})
 
 _REASONS: Mapping[str, str] = {
     "use_dora": "DoRA scales every output by the norm of the merged weight",
@@ -73,7 +73,7 @@ _SAVE_AGAIN = "Save the adapter again with PEFT."
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base's weights too."""
 
-_ENDS: Mapping[str, str] = {
+_REFUSED_SUFFIXES: Mapping[str, str] = {
     ".lora_magnitude_vector": "use_dora: " + _REASONS["use_dora"],
     ".lora_magnitude_vector.weight": "use_dora: " + _REASONS["use_dora"],
     ".lora_embedding_A": "embeddings have no adapters",
@@ -157,7 +157,7 @@ class AdapterFiles:
                 )
             name = module.removeprefix(_PREFIX)
             scale = config.scale(name, len(pair[_A]))
-            placed = _placed(folder, model, name, pair[_A], pair[_B] * scale)
+            placed = _factors_in_model(folder, model, name, pair[_A], pair[_B] * scale)
             if placed is not None:
                 layers.setdefault(placed[0], []).extend(placed[1])
         if not layers:
@@ -227,7 +227,7 @@ def _check_matrix(folder: Path, name: str, tensor: Tensor) -> None:
 
 def _refusal(folder: Path, name: str) -> ModelError:
     """Return the error for a tensor that is neither lora_A nor lora_B."""
-    for end, why in _ENDS.items():
+    for end, why in _REFUSED_SUFFIXES.items():
         if name.endswith(end):
             return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}. {_MERGE}")
     return UnsupportedModel(
@@ -236,10 +236,12 @@ def _refusal(folder: Path, name: str) -> ModelError:
     )
 
 
-def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> tuple[str, list[Factors]] | None:
+def _factors_in_model(
+    folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor
+) -> tuple[str, list[Factors]] | None:
     """Return the layer that the checkpoint's module `name` is, or is parts of, and the additions to them; None if it
     takes no adapter and needs none, because training has left `b` at zero."""
-    target, layer = _found(folder, model, name)
+    target, layer = _find_layer(folder, model, name)
     of_expert = target is not None and any(expert is not None for _, _, expert in target.keys)
     if target is None or of_expert or not takes_adapters(layer, target.module):
         if not b.any():  # towers in training on texts alone, keys of layers that read another layer's
@@ -263,7 +265,7 @@ def _placed(folder: Path, model: DecoderLM, name: str, a: Tensor, b: Tensor) -> 
     return target.module, [Factors(part, *share) for part, share in zip(names, shares, strict=True)]
 
 
-def _found(folder: Path, model: DecoderLM, name: str) -> tuple[Target | None, nn.Module | None]:
+def _find_layer(folder: Path, model: DecoderLM, name: str) -> tuple[Target | None, nn.Module | None]:
     """Return the layer that the checkpoint's module `name` is; None if it is left out. Raises InvalidCheckpoint."""
     # transformers names its module `model` where the files have names of their own.
     inner = name.removeprefix("model.")
@@ -294,8 +296,8 @@ class AdapterConfig:
         entries = self._read()
         if "lora_parameters" in entries:
             raise UnsupportedModel(
-                f"{file}: this is an adapter of mlx-lm's, whose factors lie otherwise. Fuse it with mlx-lm, or convert "
-                f"it to PEFT's form."
+                f"{file}: this is an adapter of mlx-lm, which stores factors in another layout. Fuse it with mlx-lm, "
+                f"or convert it to PEFT's form."
             )
         if entries.get("peft_type") != "LORA":
             raise UnsupportedModel(
@@ -303,7 +305,7 @@ class AdapterConfig:
                 f"{_MERGE_WITH_PEFT}"
             )
         for name, value in entries.items():
-            if value and name not in _FREE | _READ | allowed:
+            if value and name not in _UNUSED_ENTRIES | _READ_ENTRIES | allowed:
                 self._check_other(name, value)
         if entries.get("bias", "none") != "none" and "bias" not in allowed:
             raise UnsupportedModel(
@@ -312,7 +314,7 @@ class AdapterConfig:
         self._rank = self._number("r", entries.get("r"), whole=True)
         self._alpha = self._number("lora_alpha", entries.get("lora_alpha"))
         self._rslora = self._flag("use_rslora", entries.get("use_rslora"))
-        self.turned = self._flag("fan_in_fan_out", entries.get("fan_in_fan_out"))
+        self.transposed = self._flag("fan_in_fan_out", entries.get("fan_in_fan_out"))
         """Whether the base's weights are [in, out]."""
         self._ranks = self._patterns("rank_pattern", entries.get("rank_pattern"), whole=True)
         self._alphas = self._patterns("alpha_pattern", entries.get("alpha_pattern"))

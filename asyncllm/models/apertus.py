@@ -59,7 +59,7 @@ class Apertus(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "xielu")
         hf.expect("mlp_bias", False)
-        hf = hf.turning_llama3(8.0)
+        hf = hf.with_llama3_rope(8.0)
         bias = hf.flag("attention_bias", False)
         return ModelConfig(
             **hf.decoder(architecture, max_position=65536, theta=12e6, norm_eps=1e-5),

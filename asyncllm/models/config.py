@@ -159,7 +159,7 @@ class HFConfig:
         """Return the file with the entries in `words`, old name -> usual name, available under the usual names too."""
         return self.changed({new: self.fields[old] for old, new in words.items() if self.fields.get(old) is not None})
 
-    def turning_llama3(self, factor: float) -> HFConfig:
+    def with_llama3_rope(self, factor: float) -> HFConfig:
         """Return this config; if it defines no rotation, with Llama 3's for contexts of `factor` times 8192 tokens."""
         if self.fields.get("rope_parameters") is not None or "rope_scaling" in self.fields:
             return self

@@ -40,7 +40,7 @@ class CodeWorldModel(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        hf = hf.turning_llama3(16.0)
+        hf = hf.with_llama3_rope(16.0)
         fields = hf.decoder(architecture, max_position=131072, theta=1e6, norm_eps=1e-5, head_dim=128)
         num_layers, window = fields["num_layers"], hf.optional_integer("sliding_window", 8192)
         fields["windows"] = hf.windows(num_layers, window, [layer % 4 != 0 for layer in range(num_layers)])

@@ -225,7 +225,7 @@ class DecoderLM(nn.Module):
         elif self.config.tied or self.score is not None:
             table = table.ignoring(self.head_name)
         first, config = self.config.num_layers, self.config
-        table = table.setting_aside(*(f"model.layers.{first + number}" for number in range(config.extra_layers)))
+        table = table.skipping(*(f"model.layers.{first + number}" for number in range(config.extra_layers)))
         return table if self.config.vision is None else with_tower(table, self.config.vision)
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["DeepseekV32"]
 
 @register(DeepseekV32ForCausalLM="DeepSeek-V3.2, in contexts of 2,048 tokens")
 class DeepseekV32(DeepseekV3):
-    weights = DeepseekV3.weights.setting_aside("model.layers.{i}.self_attn.indexer")
+    weights = DeepseekV3.weights.skipping("model.layers.{i}.self_attn.indexer")
     tiny: ClassVar[dict[str, Any]] = {
         **{key: value for key, value in DeepseekV3.tiny.items() if key != "topk_method"},
         "model_type": "deepseek_v32",

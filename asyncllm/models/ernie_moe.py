@@ -37,7 +37,7 @@ class ErnieMoE(DecoderLM):
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
         }
         # These layers predict tokens beyond the next one.
-    ).setting_aside(*(f"model.mtp_{part}.{{i}}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))
+    ).skipping(*(f"model.mtp_{part}.{{i}}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))
     tiny: ClassVar[dict[str, Any]] = {
         **Ernie.tiny,
         "model_type": "ernie4_5_moe",

@@ -21,7 +21,7 @@ class ExaoneMoE(DecoderLM):
     # Its layer that predicts further tokens is not loaded.
     weights = Glm4MoE.weights.replaced(
         {"model.layers.{i}.mlp.e_score_correction_bias": "layers.{i}.mlp.correction:bias"}
-    ).setting_aside("mtp")
+    ).skipping("mtp")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "exaone_moe",
         "vocab_size": 320,

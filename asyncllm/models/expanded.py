@@ -1,4 +1,4 @@
-"""A checkpoint whose scheme expands some weights: to all who read it, these are plain tensors."""
+"""ExpandedCheckpoint: a checkpoint some of whose quantized weights are read as plain tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = 4
 
 
 class ExpandedCheckpoint(Checkpoint):
-    """The tensors of `stored`, where each expansion has the place of its sources."""
+    """The tensors of `stored`, with each expansion in place of its sources."""
 
     def __init__(self, stored: Checkpoint, expansions: Iterable[Expansion]) -> None:
         self._stored = stored
@@ -70,5 +70,5 @@ class ExpandedCheckpoint(Checkpoint):
                 raise InvalidCheckpoint(f"{short(expansion.name)}: {error}") from None
 
     def equal(self, first: str, second: str) -> bool:
-        # What was rounded is no copy of what was not.
+        # An expanded weight was rounded, so it is no copy of an unquantized one.
         return not {first, second} & self.expanded and super().equal(first, second)

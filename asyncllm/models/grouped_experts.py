@@ -1,5 +1,5 @@
-"""Experts as in DeepSeek's families and many others: in groups, the best of which a token uses, with a correction of
-the choice, and with shared experts for all tokens."""
+"""Experts of DeepSeek's families and many others: a token uses the best groups of experts, the choice has a correction,
+and shared experts serve all tokens."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from asyncllm.models.decoder import SCORE_ROWS, DecoderLM
 from asyncllm.models.model_config import ScoreHeadConfig
 from asyncllm.models.stream import FLOAT_DTYPES
 
-__all__ = ["SCORING", "settle_head"]
+__all__ = ["SCORING", "resolve_head"]
 
 SCORING = ("ForSequenceClassification", "ForRewardModel")
 """Endings of the names of classes that score sequences."""
@@ -22,7 +22,7 @@ SCORING = ("ForSequenceClassification", "ForRewardModel")
 logger = logging.getLogger("asyncllm")
 
 
-def settle_head(
+def resolve_head(
     config: ModelConfig, family: type[DecoderLM], checkpoint: Checkpoint, *, base_class: bool
 ) -> ModelConfig:
     """Return `config` with `tied`, `stored_as_head` and `has_head` set according to the tensors. `base_class`:

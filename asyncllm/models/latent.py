@@ -40,6 +40,8 @@ class LatentConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 class LatentDecoder(DecoderLM):
+    """A decoder whose layers all have latent attention."""
+
     config: LatentConfig
 
     def attention(self, layer: int) -> LatentAttention:

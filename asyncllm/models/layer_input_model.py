@@ -39,7 +39,7 @@ def text_weights(rows: dict[str, str]) -> WeightMap:
         for name, target in table.rows.items()
         if name.startswith("model.")
     }
-    return table.replaced(inner).setting_aside(*(f"{prefix}{part}" for part in _TOWERS for prefix in ("", "model.")))
+    return table.replaced(inner).skipping(*(f"{prefix}{part}" for part in _TOWERS for prefix in ("", "model.")))
 
 
 def text_part(hf: HFConfig) -> HFConfig:
@@ -73,7 +73,8 @@ class LayerInputConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 class LayerInputLM(DecoderLM):
-    """The common parts of Gemma 3n and 4: normalised values, and the features of `LayerInputConfig`."""
+    """The common parts of Gemma 3n and 4: normalised values, per-layer embeddings, and layers that read the keys and
+    values of others."""
 
     norm_class = RMSNorm
     config: LayerInputConfig
@@ -109,7 +110,7 @@ class LayerInputLM(DecoderLM):
             for part in ("k_proj", "v_proj", "k_norm", "v_norm")
             for prefix in ("", "model.", "model.language_model.")
         )
-        return super().weight_map.setting_aside(*unused)
+        return super().weight_map.skipping(*unused)
 
     def attention(self, layer: int) -> Attention:
         return self.own_or_borrowed(layer, self.attention_config(layer))

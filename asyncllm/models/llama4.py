@@ -44,7 +44,7 @@ _TEXT = (
 class Llama4(DecoderLM):
     weights = WeightMap(
         {**_TEXT, **{f"language_model.{pattern}": target for pattern, target in _TEXT.items()}},
-        aside=("vision_model", "multi_modal_projector"),
+        skipped=("vision_model", "multi_modal_projector"),
     )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "llama4_text",

@@ -37,7 +37,7 @@ _FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _IN_MEMORY = "update_weights"
 """The source of tensors that do not come from a file."""
 
-_LEAST_RUN = 4096
+_MIN_RUN_BYTES = 4096
 """Minimum bytes per row of a rank's columns for which a separate read pays off; a read takes some 2 us."""
 
 _MAX_REFUSED = 5
@@ -94,7 +94,7 @@ class LoadPlan:
             return
         owner = self._owners.get(target.module)
         if target.stack is not None and isinstance(owner, Weighted) and owner.stored_experts is not None:
-            target = self._settled(target.of_experts(owner.stored_experts), owner.stored_experts, offer.shape)
+            target = self._one_layout(target.of_experts(owner.stored_experts), owner.stored_experts, offer.shape)
         _check(offer, target, self.expected, self.stored(target), self._features(target))
         self._check_pieces(offer, target)
         for key in target.keys:
@@ -121,7 +121,7 @@ class LoadPlan:
                 f"weights in bfloat16, float16 or float32, or leave this layer out when you quantize them."
             )
 
-    def _settled(self, target: Target, experts: int, shape: Sequence[int]) -> Target:
+    def _one_layout(self, target: Target, experts: int, shape: Sequence[int]) -> Target:
         """Return a target with one layout, chosen by the tensor's shape where the table allows two."""
         parts = [self.expected.get((target.module, key), ()) for key in target.keys if key[2] == 0]
         if target.layout != "stacked_either" or not all(parts):
@@ -182,7 +182,7 @@ class LoadPlan:
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
         )
 
-    def wanted(self, entry: TensorEntry) -> TensorEntry:
+    def part_to_read(self, entry: TensorEntry) -> TensorEntry:
         """Return the part of a tensor to read: this rank's share, if ranks divide it. Return all of it if one tensor
         holds several parts of a layer, or if the rank's columns are too short for a separate read per row."""
         target = self.targets[entry.name]
@@ -193,10 +193,10 @@ class LoadPlan:
         if own is None:
             return entry
         some = entry.part(*own)
-        return entry if some.stride and some.num_bytes < _LEAST_RUN * some.shape[0] else some
+        return entry if some.stride and some.num_bytes < _MIN_RUN_BYTES * some.shape[0] else some
 
     def copy_own(self, name: str, tensor: Tensor) -> None:
-        """Copy the part of a tensor that `wanted` returns to its target."""
+        """Copy the part of a tensor that `part_to_read` returns to its target."""
         owner = self.owner(name)
         assert isinstance(owner, Weighted), "other layers are read whole"
         owner.load_own(*self.targets[name].keys[0], tensor)
@@ -242,7 +242,7 @@ def plan_load(model: nn.Module, checkpoint: Checkpoint, table: WeightMap) -> Loa
     plan = LoadPlan(model, table)
     for entry in checkpoint.tensors.values():
         plan.add(_Offer(entry.name, entry.dtype, entry.shape, str(entry.file)))
-    for module, count in Counter(map(table.module_aside, checkpoint.tensors)).items():
+    for module, count in Counter(map(table.skipped_module, checkpoint.tensors)).items():
         if module is not None:
             logger.info("%s: %d tensors of %s are not needed and left out", checkpoint.folder, count, module)
     missing = plan.missing()
@@ -288,7 +288,7 @@ def stream_to(plan: LoadPlan, checkpoint: Checkpoint, device: torch.device, **se
         whole = entry.shape == checkpoint.tensors[entry.name].shape
         (plan.copy if whole else plan.copy_own)(entry.name, tensor)
 
-    stored = [plan.wanted(checkpoint.tensors[name]) for name in plan.targets if name not in checkpoint.expanded]
+    stored = [plan.part_to_read(checkpoint.tensors[name]) for name in plan.targets if name not in checkpoint.expanded]
     stream(stored, device, take, **settings)
     for name, tensor in checkpoint.expand(plan.targets, device):
         plan.copy(name, tensor)
@@ -414,21 +414,21 @@ def _check(
                 f"without {_describe(target.module, key)}. Check that config.json belongs to these weights."
             )
     known = [shape for shape in shapes if shape is not None]
-    wanted = list(known[0])
-    if stored.axis is not None and wanted:
-        wanted[stored.axis] = sum(shape[stored.axis] for shape in known)
+    part_to_read = list(known[0])
+    if stored.axis is not None and part_to_read:
+        part_to_read[stored.axis] = sum(shape[stored.axis] for shape in known)
         if stored.features > 1 and target.layout is not None:
-            wanted[stored.axis] = -(-sum(features) // stored.features)
+            part_to_read[stored.axis] = -(-sum(features) // stored.features)
     if target.transposed:
-        wanted.reverse()
+        part_to_read.reverse()
     if target.stack is not None:
         parts = [shape for shape, key in zip(known, target.keys, strict=True) if key[2] == 0]
         outputs = sum(shape[0] for shape in parts)
-        wanted = list(target.stack.shape(len(known) // len(parts), outputs, parts[0][1:]))
-    if list(offer.shape) != wanted:
+        part_to_read = list(target.stack.shape(len(known) // len(parts), outputs, parts[0][1:]))
+    if list(offer.shape) != part_to_read:
         raise InvalidCheckpoint(
             f"{offer.source}: tensor {short(offer.name)} has shape {short(list(offer.shape))}, and config.json asks "
-            f"for {wanted}. Check that config.json belongs to these weights."
+            f"for {part_to_read}. Check that config.json belongs to these weights."
         )
 
 

@@ -28,6 +28,8 @@ _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention
 
 
 class MambaConfig(ModelConfig, frozen=True, kw_only=True):
+    """The config of a decoder with layers of Mamba-2 and of attention."""
+
     attending: frozenset[int]
     """The layers with attention."""
     mamba_heads: int

@@ -15,7 +15,7 @@ __all__ = ["Mellum"]
 @register(MellumForCausalLM="Mellum 2 12B-A2.5B")
 class Mellum(DecoderLM):
     # Its layer that predicts further tokens is not loaded.
-    weights = Qwen3MoE.weights.setting_aside("mtp")
+    weights = Qwen3MoE.weights.skipping("mtp")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "mellum",
         "vocab_size": 320,

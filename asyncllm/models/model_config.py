@@ -71,12 +71,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool
     """Whether the output embedding shares the token embedding's table."""
     stored_as_head: bool = False
-    """The table that both read is stored under the output embedding's name alone. Written by `head.settle_head`."""
+    """The table that both read is stored under the output embedding's name alone. Written by `head.resolve_head`."""
     has_head: bool = True
     """Whether there is an output embedding. Without one the model computes hidden states but no tokens. Written by
-    `head.settle_head`."""
+    `head.resolve_head`."""
     score_head: ScoreHeadConfig | None = None
-    """The head of a class that scores sequences. Written by `head.settle_head`."""
+    """The head of a class that scores sequences. Written by `head.resolve_head`."""
     rope: RopeConfig | None
     """None: no rotation of queries and keys."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()

@@ -26,7 +26,7 @@ def qwen_windows(hf: HFConfig, num_layers: int) -> tuple[int | None, ...]:
 @register(Qwen2ForCausalLM="Qwen1.5, Qwen2, Qwen2.5, QwQ", MiMoForCausalLM="MiMo 7B")
 class Qwen2(DecoderLM):
     # MiMo's additional layers predict tokens beyond the next one.
-    weights = LLAMA_WEIGHTS.setting_aside("model.mtp_layers.{i}")
+    weights = LLAMA_WEIGHTS.skipping("model.mtp_layers.{i}")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen2",
         "vocab_size": 320,

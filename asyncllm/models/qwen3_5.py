@@ -25,7 +25,7 @@ APART = {
 @register(Qwen3_5ForCausalLM="Qwen3.5, dense: the text model")
 class Qwen35(Qwen3Next):
     # Its layer that predicts further tokens is not loaded.
-    weights = QWEN3_WEIGHTS.replaced({**DELTA_WEIGHTS, **APART}).setting_aside("mtp")
+    weights = QWEN3_WEIGHTS.replaced({**DELTA_WEIGHTS, **APART}).skipping("mtp")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "qwen3_5_text",
         "vocab_size": 320,

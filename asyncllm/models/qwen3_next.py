@@ -54,7 +54,7 @@ class Qwen3Next(DecoderLM):
                 f"{_LINEAR}.in_proj_ba": "layers.{i}.attn.weights[beta+step:by_head]",
             }
         )
-        .setting_aside("mtp")
+        .skipping("mtp")
     )
     norm_class = OffsetRMSNorm
     tiny: ClassVar[dict[str, Any]] = {

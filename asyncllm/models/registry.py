@@ -27,7 +27,7 @@ from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
-from asyncllm.models.head import SCORING, settle_head
+from asyncllm.models.head import SCORING, resolve_head
 from asyncllm.models.load_plan import expected_numbers, load
 from asyncllm.models.module_map import MODULE_MAP, replace_layers
 from asyncllm.models.quantized import attach, open_checkpoint
@@ -200,7 +200,7 @@ def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
 
 def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoint) -> DecoderLM:
     if config.vision is None:
-        config = settle_head(config, family, checkpoint, base_class=config.architecture not in families())
+        config = resolve_head(config, family, checkpoint, base_class=config.architecture not in families())
     elif any(name.endswith(family.head_name) for name in checkpoint.tensors):
         config = msgspec.structs.replace(config, tied=False)
     with torch.device("meta"):
@@ -246,7 +246,7 @@ def _configure(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
 
-    def settled(config: ModelConfig) -> ModelConfig:
+    def completed(config: ModelConfig) -> ModelConfig:
         return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
 
     for name in names:
@@ -259,10 +259,10 @@ def _configure(
         parts = composed(hf, name)
         if parts is not None:
             decoder, config = _composed_config(parts, name)
-            return decoder, settled(config), scheme_of(parts.text.fields, path, model_format)
+            return decoder, completed(config), scheme_of(parts.text.fields, path, model_format)
         family = _find(name)
         if family is not None:
-            return family, settled(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
+            return family, completed(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
     every = [*families(), *VISION_MODELS]
     near = next((f"The nearest name is {each}. " for each in get_close_matches(names[0], every, 1)), "")

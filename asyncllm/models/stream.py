@@ -52,6 +52,7 @@ ALIGNMENT = 8
 """Tensors share a piece of device memory only if each begins at a multiple of the largest element size."""
 
 Take = Callable[[TensorEntry, Tensor], None]
+"""Takes a tensor that has arrived on the device."""
 
 
 @dataclass(slots=True)
@@ -183,8 +184,8 @@ def _open(file: Path, stack: ExitStack) -> int:
     return descriptor
 
 
-def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path], int]) -> list[_Span]:
-    """Return spans of at most `most` bytes, or of a single larger tensor, in the order of each file."""
+def _plan(entries: Iterable[TensorEntry], max_bytes: int, open_file: Callable[[Path], int]) -> list[_Span]:
+    """Return spans of at most `max_bytes` bytes, or of a single larger tensor, in the order of each file."""
     spans: list[_Span] = []
     by_file: dict[Path, list[TensorEntry]] = {}
     for entry in entries:
@@ -195,7 +196,7 @@ def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path],
         span: _Span | None = None
         for entry in wanted:
             begin = span.entries[0].start if span else 0
-            joins = span is not None and entry.start == begin + span.num_bytes and entry.end - begin <= most
+            joins = span is not None and entry.start == begin + span.num_bytes and entry.end - begin <= max_bytes
             joins = joins and span is not None and not entry.stride and not span.entries[-1].stride
             if span is None or not joins or (entry.start - begin) % ALIGNMENT:
                 span = _Span(descriptor, entry.data_start + entry.start, [])
@@ -206,11 +207,11 @@ def _plan(entries: Iterable[TensorEntry], most: int, open_file: Callable[[Path],
     return spans
 
 
-def _chunks(spans: Iterable[_Span], most: int) -> Iterator[_Chunk]:
+def _chunks(spans: Iterable[_Span], max_bytes: int) -> Iterator[_Chunk]:
     for span in spans:
         # A span of empty tensors is a chunk too: it carries no bytes, but its tensors have to be taken.
-        for offset in range(0, max(span.num_bytes, 1), most):
-            yield _Chunk(span, offset, min(most, span.num_bytes - offset))
+        for offset in range(0, max(span.num_bytes, 1), max_bytes):
+            yield _Chunk(span, offset, min(max_bytes, span.num_bytes - offset))
 
 
 def _make_buffer(device: torch.device, num_bytes: int) -> _Buffer:

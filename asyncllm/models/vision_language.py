@@ -57,9 +57,9 @@ def with_tower(table: WeightMap, vision: TowerConfig) -> WeightMap:
     ignored = [f"{prefix}{name}" for name in table.ignored for prefix in ("", f"{vision.decoder_source}.")]
     unused = [f"{prefix}{name}" for name in vision.unused for prefix in ("", "model.")]
     # Tensors that the decoder alone ignores may belong to the tower.
-    aside = [name for name in table.aside if not any(f"{row}.".startswith(f"{name}.") for row in towers)]
-    whole = [each for name in aside for each in prefixed(name)]
-    return WeightMap({**rows, **towers}, ignored=ignored, aside=[*whole, *unused])
+    skipped = [name for name in table.skipped if not any(f"{row}.".startswith(f"{name}.") for row in towers)]
+    whole = [each for name in skipped for each in prefixed(name)]
+    return WeightMap({**rows, **towers}, ignored=ignored, skipped=[*whole, *unused])
 
 
 _READERS: Mapping[str, Callable[[HFConfig], Composed | None]] = {

@@ -97,19 +97,19 @@ class WeightMap:
     """The weight table of a family. Immutable.
 
     `rows` maps patterns of checkpoint module names to targets in our model. `ignored` are patterns of tensor names that
-    the model does not need, `aside` patterns of modules to skip entirely; both take precedence over rows. A placeholder
-    such as {i} stands for one decimal number.
+    the model does not need, `skipped` patterns of modules to skip entirely; both take precedence over rows. A
+    placeholder such as {i} stands for one decimal number.
 
     Raises ValueError for a malformed table, which is a mistake in a family file.
     """
 
-    __slots__ = ("_aside", "_ignored", "_modules", "_names", "_rows", "_tree")
+    __slots__ = ("_ignored", "_modules", "_names", "_rows", "_skipped", "_tree")
 
-    def __init__(self, rows: Mapping[str, str], *, ignored: Iterable[str] = (), aside: Iterable[str] = ()) -> None:
+    def __init__(self, rows: Mapping[str, str], *, ignored: Iterable[str] = (), skipped: Iterable[str] = ()) -> None:
         self._rows = MappingProxyType(dict(rows))
         self._ignored = tuple(dict.fromkeys(ignored))
-        self._aside = tuple(dict.fromkeys(aside))
-        self._modules = tree_of((pattern, True) for pattern in self._aside)
+        self._skipped = tuple(dict.fromkeys(skipped))
+        self._modules = tree_of((pattern, True) for pattern in self._skipped)
         self._tree = tree_of((pattern, _Row.parse(pattern, target)) for pattern, target in self._rows.items())
         self._names = tree_of((pattern, True) for pattern in self._ignored)
 
@@ -124,36 +124,36 @@ class WeightMap:
         return self._ignored
 
     @property
-    def aside(self) -> tuple[str, ...]:
+    def skipped(self) -> tuple[str, ...]:
         """Patterns of modules that are skipped entirely."""
-        return self._aside
+        return self._skipped
 
     def replaced(self, rows: Mapping[str, str]) -> WeightMap:
         """Return this table with `rows` added; a row replaces the one with the same pattern."""
-        return WeightMap({**self._rows, **rows}, ignored=self._ignored, aside=self._aside)
+        return WeightMap({**self._rows, **rows}, ignored=self._ignored, skipped=self._skipped)
 
     def without(self, *patterns: str) -> WeightMap:
         """Return this table without the rows of these patterns. Raises KeyError for an unknown pattern."""
         rows = dict(self._rows)
         for pattern in patterns:
             del rows[pattern]
-        return WeightMap(rows, ignored=self._ignored, aside=self._aside)
+        return WeightMap(rows, ignored=self._ignored, skipped=self._skipped)
 
     def ignoring(self, *patterns: str) -> WeightMap:
         """Return this table with more ignored tensor names; a tied head adds "lm_head.weight"."""
-        return WeightMap(self._rows, ignored=(*self._ignored, *patterns), aside=self._aside)
+        return WeightMap(self._rows, ignored=(*self._ignored, *patterns), skipped=self._skipped)
 
-    def setting_aside(self, *patterns: str) -> WeightMap:
+    def skipping(self, *patterns: str) -> WeightMap:
         """Return this table with more modules to skip entirely, such as layers that only predict further tokens."""
-        return WeightMap(self._rows, ignored=self._ignored, aside=(*self._aside, *patterns))
+        return WeightMap(self._rows, ignored=self._ignored, skipped=(*self._skipped, *patterns))
 
     def with_optional_prefix(self, prefix: str) -> WeightMap:
         """Return this table for names with and without `prefix`, which files of a model saved without its head lack."""
         bare = {pattern.removeprefix(prefix): target for pattern, target in self._rows.items()}
         ignored = [pattern.removeprefix(prefix) for pattern in self._ignored]
-        return WeightMap({**bare, **self._rows}, ignored=(*self._ignored, *ignored), aside=self._aside)
+        return WeightMap({**bare, **self._rows}, ignored=(*self._ignored, *ignored), skipped=self._skipped)
 
-    def module_aside(self, name: str) -> str | None:
+    def skipped_module(self, name: str) -> str | None:
         """Return the skipped module that tensor `name` belongs to, or None."""
         segments = name.split(".")
         depths = [depth for depth, _, _ in walk(self._modules, segments)]
@@ -167,7 +167,7 @@ class WeightMap:
         """
         segments = name.split(".")
         ignored = any(depth == len(segments) for depth, _, _ in walk(self._names, segments))
-        if ignored or is_derived(name) or self.module_aside(name):
+        if ignored or is_derived(name) or self.skipped_module(name):
             return None
         found = [
             match

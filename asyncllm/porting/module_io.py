@@ -31,7 +31,7 @@ def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]
     before = {name: vars(module).get("forward") for name, module in modules.items()}
     # Our layers take no hooks: calling one calls its `forward`, which an instance may override.
     for name, module in modules.items():
-        vars(module)["forward"] = _keeping(module.forward, calls[name])
+        vars(module)["forward"] = _recording(module.forward, calls[name])
     try:
         yield calls
     finally:
@@ -80,7 +80,7 @@ class ModuleIOExtractor:
         return calls["target"][0]
 
 
-def _keeping(forward: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+def _recording(forward: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
     def keep(*args: Any, **kwargs: Any) -> Any:
         before = _copied(args), _copied(kwargs)
         output = forward(*args, **kwargs)

@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 2**20
 _WRITE_BYTES = 2**20
 """Maximum number of bytes written at a time: a fraction of a millisecond."""
-_MOST_DESCRIPTORS = 8
+_MAX_DESCRIPTORS = 8
 """Maximum number of descriptors received at a time."""
 
 
@@ -103,7 +103,7 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            data, arrived, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+            data, arrived, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
         except BlockingIOError:
             return
         except OSError:

@@ -1,8 +1,8 @@
 """RankExecutor: runs the steps of an engine in child processes, one per rank.
 
-    engine's process                                a rank's process
-    submit(batch) ── RunStep ──> every rank         StepExecutor, ModelAgent
-        future        <── StepDone ── every rank        the first rank's has the step's results
+    engine's process                          a rank's process
+    submit(batch) ── RunStep ──> every rank   StepExecutor, ModelAgent
+           future <── StepDone ─ every rank   the first rank's message has the results
 
 The engine's process needs no torch and no device context. A rank that dies is noticed at once through its pidfd; then
 all ranks are killed and the executor is dead. A lost device is released with its process, so a new engine can start.
@@ -14,7 +14,7 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,19 +45,19 @@ from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.heartbeat import Heartbeat, Work
 from asyncllm.ranks.messages import (
     AdapterTaken,
-    AreYouThere,
     CarriedOut,
     CarryOut,
     DropAdapter,
     Failure,
     ForgetGrammars,
     GrammarTaken,
+    Ping,
+    Pong,
     Ready,
     RemoteError,
     RunStep,
     Start,
     StepDone,
-    StillHere,
     TakeAdapter,
     TakeGrammar,
     TakeWeights,
@@ -66,7 +66,7 @@ from asyncllm.ranks.messages import (
     encode_pixels,
 )
 from asyncllm.ranks.process import RankProcess
-from asyncllm.ranks.shared_tensors import share_tensors
+from asyncllm.ranks.shared_tensors import TensorHeader, share_tensors
 from asyncllm.ranks.step_images import LatestPixels, without_pixels
 from asyncllm.text.grammars.bridge import CompiledGrammar
 
@@ -108,7 +108,7 @@ class RankExecutor:
         self._adapters: dict[int, _Call[str]] = {}
         """By number, the adapters that some rank is still reading."""
         self._heartbeat = Heartbeat(
-            config.tp, work=self._work, ask=lambda: self._send_all(encode(AreYouThere())), on_silence=self._end_hung
+            config.tp, work=self._work, ask=lambda: self._send_all(encode(Ping())), on_silence=self._end_hung
         )
         self._grammars: dict[int, _Call[None]] = {}
         """By number, the grammars that some rank is still compiling."""
@@ -238,7 +238,7 @@ class RankExecutor:
             case Sleep() | Wake() | TakeVocabulary():
                 self._send_all(encode(CarryOut(command)))
             case UpdateWeights(weights):
-                self._share(partial(share_tensors, weights))
+                self._send_weights(weights)
         return future
 
     def take_grammar(self, grammar: CompiledGrammar) -> asyncio.Future[None]:
@@ -320,11 +320,12 @@ class RankExecutor:
         else:
             set_result(taken.future, None)
 
-    def _share(self, share: partial[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
+    def _send_weights(self, weights: Mapping[str, Any]) -> None:
         """Copy new weights to shared memory in a thread, then send them."""
-        shared = self._running().create_task(in_thread(share), name="asyncllm-ranks")
+        sharing = in_thread(partial(share_tensors, weights))
+        shared = self._running().create_task(sharing, name="asyncllm-ranks")
 
-        def send(shared: asyncio.Future[tuple[int, list[tuple[str, str, list[int]]]]]) -> None:
+        def send(shared: asyncio.Future[tuple[int, list[TensorHeader]]]) -> None:
             if shared.cancelled():
                 return
             error = shared.exception()
@@ -365,7 +366,7 @@ class RankExecutor:
             return
         self._heartbeat.heard(rank)
         match decode_from_rank(data):
-            case StillHere():
+            case Pong():
                 pass
             case Ready(limits, failure):
                 if failure is not None:
@@ -462,7 +463,7 @@ class RankExecutor:
         waiting = self._open_futures()
         if not waiting and self._on_death is not None:
             self._on_death(error)
-        self._drop_beside(dead(error))
+        self._fail_calls(dead(error))
         for index, future in enumerate(waiting):
             if index == 0:
                 set_exception(future, error)
@@ -484,7 +485,7 @@ class RankExecutor:
             self._command = None
         return list(futures)
 
-    def _drop_beside(self, error: Exception) -> None:
+    def _fail_calls(self, error: Exception) -> None:
         """Raise `error` in the calls that wait for grammars and adapters."""
         for grammar in self._grammars.values():
             set_seen_exception(grammar.future, error)
@@ -521,7 +522,7 @@ class RankExecutor:
             return
         waiting = self._open_futures()
         closed = EngineClosed("The executor was closed before this step ran.")
-        self._drop_beside(closed)
+        self._fail_calls(closed)
         for future in waiting:
             set_seen_exception(future, closed)
         if waiting:

@@ -10,10 +10,10 @@ __all__ = ["Heartbeat", "Work"]
 
 LISTEN_S = 5.0
 """Seconds between two questions."""
-MOST_SILENT = 6
+MAX_SILENT = 6
 """Number of silent intervals after which a rank counts as hung. Intervals are counted rather than seconds, because this
 process may have been stopped itself."""
-MOST_SILENT_AT_START = 24
+MAX_SILENT_AT_START = 24
 """The same while ranks load the model: reading a library from a slow disk blocks the whole process."""
 
 Work = Literal["start", "steps"]
@@ -59,7 +59,7 @@ class Heartbeat:
         work = self._work()
         if work is None:
             return
-        most = MOST_SILENT_AT_START if work == "start" else MOST_SILENT
+        most = MAX_SILENT_AT_START if work == "start" else MAX_SILENT
         for rank, silent in enumerate(self._silent):
             self._silent[rank] = silent + 1
             if silent >= most:

@@ -30,11 +30,11 @@ from asyncllm.protocol import (
     TakeVocabulary,
     Wake,
 )
+from asyncllm.ranks.shared_tensors import TensorHeader
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarStart, GrammarText
 
 __all__ = [
     "AdapterTaken",
-    "AreYouThere",
     "CarriedOut",
     "CarryOut",
     "DropAdapter",
@@ -42,12 +42,13 @@ __all__ = [
     "ForgetGrammars",
     "FromRank",
     "GrammarTaken",
+    "Ping",
+    "Pong",
     "Ready",
     "RemoteError",
     "RunStep",
     "Start",
     "StepDone",
-    "StillHere",
     "TakeAdapter",
     "TakeGrammar",
     "TakePixels",
@@ -62,9 +63,10 @@ __all__ = [
 _TENSOR = 1
 """Extension type of msgpack: a float32 tensor on the host, as its shape and its bytes."""
 _GRAMMAR = 2
-"""msgpack extension type for the constraint of an answer: the grammar's number, and where in the answer it begins."""
+"""Extension type of msgpack: the constraint of an answer, as a `GrammarReference`."""
 
-Told = tuple[int | None, GrammarStart]
+GrammarReference = tuple[int | None, GrammarStart]
+"""The number of a grammar that the ranks have compiled, or None, and where in the answer it begins."""
 
 
 class RemoteError(RuntimeError):
@@ -107,8 +109,8 @@ class DropAdapter(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class AreYouThere(msgspec.Struct, tag=True, frozen=True):
-    """Answer at once, whatever is being computed."""
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Send a `Pong` at once, whatever is being computed."""
 
 
 class TakeGrammar(msgspec.Struct, tag=True, frozen=True):
@@ -126,8 +128,8 @@ class ForgetGrammars(msgspec.Struct, tag=True, frozen=True):
 class TakeWeights(msgspec.Struct, tag=True, frozen=True):
     """Take new weights. The file descriptor of their memory comes with the message."""
 
-    tensors: list[tuple[str, str, list[int]]]
-    """Name, dtype and shape of each tensor, in order."""
+    tensors: list[TensorHeader]
+    """The tensors in that memory, in order."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -155,14 +157,14 @@ class Failure(msgspec.Struct, frozen=True):
 
     def error(self) -> Exception:
         """Return the equivalent exception in this process."""
-        made = self._made()
+        made = self._exception()
         if self.cause is not None:
             made.__cause__ = self.cause.error()
         if self.traceback:
             made.add_note(f"In the rank's process:\n{self.traceback}")
         return made
 
-    def _made(self) -> Exception:
+    def _exception(self) -> Exception:
         if self.kind in ("StepFailed", "StepDropped"):
             return {"StepFailed": StepFailed, "StepDropped": StepDropped}[self.kind](self.message)
         own = OtherRankRefused if self.kind == "OtherRankRefused" else getattr(errors, self.kind, None)
@@ -212,8 +214,8 @@ class AdapterTaken(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None = None
 
 
-class StillHere(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `AreYouThere`."""
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """Answers a `Ping`: the rank is alive."""
 
 
 class TakePixels(msgspec.Struct, tag=True, frozen=True):
@@ -234,9 +236,9 @@ ToRank = (
     | ForgetGrammars
     | TakeWeights
     | TakePixels
-    | AreYouThere
+    | Ping
 )
-FromRank = Ready | StepDone | CarriedOut | AdapterTaken | GrammarTaken | StillHere
+FromRank = Ready | StepDone | CarriedOut | AdapterTaken | GrammarTaken | Pong
 
 
 def _pack(value: Any) -> Any:
@@ -255,7 +257,6 @@ def _pack(value: Any) -> Any:
 
 def _unpack(code: int, data: memoryview) -> Any:
     """Return the tensor encoded by `_pack`."""
-    import numpy as np
     import torch
 
     if code != _TENSOR:
@@ -267,7 +268,7 @@ def _unpack(code: int, data: memoryview) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_unpack)
-_told = msgspec.msgpack.Decoder(Told)
+_grammar_reference = msgspec.msgpack.Decoder(GrammarReference)
 _NO_BYTES = b"\xc4\x00"
 """msgpack's encoding of empty bytes."""
 _BYTES = b"\xc6"
@@ -298,6 +299,6 @@ def decoder_to_rank(grammar: Callable[[int | None, GrammarStart], Any]) -> Calla
     def unpack(code: int, data: memoryview) -> Any:
         if code != _GRAMMAR:
             raise ValueError(f"extension type {code} is unknown")
-        return grammar(*_told.decode(data))
+        return grammar(*_grammar_reference.decode(data))
 
     return msgspec.msgpack.Decoder(ToRank, ext_hook=unpack).decode

@@ -22,7 +22,6 @@ from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.grammars import RankGrammars
 from asyncllm.ranks.messages import (
     AdapterTaken,
-    AreYouThere,
     CarriedOut,
     CarryOut,
     DropAdapter,
@@ -30,11 +29,12 @@ from asyncllm.ranks.messages import (
     ForgetGrammars,
     FromRank,
     GrammarTaken,
+    Ping,
+    Pong,
     Ready,
     RunStep,
     Start,
     StepDone,
-    StillHere,
     TakeAdapter,
     TakeGrammar,
     TakePixels,
@@ -137,8 +137,8 @@ class Rank:
                 self._answer(lambda: self._running().load_adapter(adapter), partial(_adapter_taken, adapter.number))
             case DropAdapter(number):
                 self._running().drop_adapter(number)
-            case AreYouThere():
-                self._send(StillHere())
+            case Ping():
+                self._send(Pong())
             case ForgetGrammars(numbers):
                 self._grammars.forget(numbers)
             case CarryOut(TakeVocabulary(ends)):

@@ -7,15 +7,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["map_tensors", "share_tensors"]
+__all__ = ["TensorHeader", "map_tensors", "share_tensors"]
+
+TensorHeader = tuple[str, str, list[int]]
+"""A tensor's name, dtype and shape."""
 
 _ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
 
 
-def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[tuple[str, str, list[int]]]]:
-    """Copy tensors from any device into new memory. Return its file descriptor, and each tensor's name, dtype and
-    shape.
+def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[TensorHeader]]:
+    """Copy tensors from any device into new memory. Return its file descriptor, and the tensors' headers.
 
     The caller closes the descriptor; the memory is freed when no process has it open or mapped. Raises OSError if there
     is not enough memory.
@@ -24,23 +26,23 @@ def share_tensors(tensors: Mapping[str, Any]) -> tuple[int, list[tuple[str, str,
 
     descriptor = os.memfd_create("asyncllm-weights", os.MFD_CLOEXEC)
     try:
-        described, place = [], 0
+        headers, place = [], 0
         for name, tensor in tensors.items():
             values = tensor.detach().to("cpu").contiguous()
-            described.append((name, str(values.dtype).removeprefix("torch."), list(values.shape)))
+            headers.append((name, str(values.dtype).removeprefix("torch."), list(values.shape)))
             data = memoryview(values.view(-1).view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
             written = 0
             while written < len(data):
                 written += os.pwrite(descriptor, data[written:], place + written)
             place = _aligned(place + len(data))
         os.ftruncate(descriptor, place)
-        return descriptor, described
+        return descriptor, headers
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def map_tensors(descriptor: int, described: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+def map_tensors(descriptor: int, headers: list[TensorHeader]) -> dict[str, Any]:
     """Return the tensors in the memory of `descriptor`, which they share. The descriptor may be closed afterwards."""
     import torch
 
@@ -48,7 +50,7 @@ def map_tensors(descriptor: int, described: list[tuple[str, str, list[int]]]) ->
     # An empty file cannot be mapped; a private mapping is writable, as torch requires.
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) if size else bytearray(0)
     tensors, place = {}, 0
-    for name, dtype_name, shape in described:
+    for name, dtype_name, shape in headers:
         dtype: torch.dtype = getattr(torch, dtype_name)
         count = 1
         for length in shape:

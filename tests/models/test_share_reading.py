@@ -55,7 +55,7 @@ def bytes_read(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_reads_its_share_of_what_is_divided(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_plan, "_LEAST_RUN", 1)
+    monkeypatch.setattr(load_plan, "_MIN_RUN_BYTES", 1)
     folder = folder_of(Case("llama", "default"))
     checkpoint = Checkpoint.open(folder)
     whole = {"embed_tokens.weight", "norm.weight", "layernorm.weight", "o_proj.bias", "down_proj.bias"}
@@ -68,7 +68,7 @@ def test_a_rank_reads_its_share_of_what_is_divided(size: int, monkeypatch: pytes
 
 
 def test_experts_of_other_ranks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_plan, "_LEAST_RUN", 1)
+    monkeypatch.setattr(load_plan, "_MIN_RUN_BYTES", 1)
     folder = folder_of(Case("mixtral", "default"))
     shared = bytes_read("mixtral", folder, 2, monkeypatch, buffer_bytes=5000)
     assert bytes_read("mixtral", folder, 2, monkeypatch, buffer_bytes=5000, by_expert=True) == shared
@@ -76,7 +76,7 @@ def test_experts_of_other_ranks_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_read_is_what_loading_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_plan, "_LEAST_RUN", 1)
+    monkeypatch.setattr(load_plan, "_MIN_RUN_BYTES", 1)
     folder = folder_of(Case(family, "default"))
     for count in bytes_read(family, folder, 2, monkeypatch, buffer_bytes=3000):
         assert count <= Checkpoint.open(folder).num_bytes

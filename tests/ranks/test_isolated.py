@@ -94,7 +94,7 @@ async def test_a_rank_that_hangs_is_dead_in_bounded_time(
     """Stopped while it computes, reads an adapter or carries out a command, or with nothing to do until then."""
     monkeypatch.setattr(heartbeat, "LISTEN_S", 0.2)
     # On a busy machine ranks that load a model say nothing for seconds.
-    monkeypatch.setattr(heartbeat, "MOST_SILENT_AT_START", 1_000)
+    monkeypatch.setattr(heartbeat, "MAX_SILENT_AT_START", 1_000)
     adapter = str(write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": (64, 48)}))
     async with AsyncEngine(str(folders[0]), settings(tp=1 + victim, max_loras=1)) as engine:
         await engine.generate("Hi", GenerationConfig(max_new_tokens=2))

@@ -134,11 +134,11 @@ async def test_a_rank_that_fails_while_it_reads_weights_is_named(
     engine = AsyncEngine(str(folder), settings(tp=2, plugin=[str(folder.parent / "at_start.py")]))
     if planned == "SIGSTOP":
         monkeypatch.setattr(heartbeat, "LISTEN_S", 0.2)
-        monkeypatch.setattr(heartbeat, "MOST_SILENT_AT_START", 1_000)
+        monkeypatch.setattr(heartbeat, "MAX_SILENT_AT_START", 1_000)
     starting = asyncio.create_task(engine.start())
     if planned == "SIGSTOP":
         await soon(lambda: any(state_of(pid) == "T" for pid in ranks()))
-        monkeypatch.setattr(heartbeat, "MOST_SILENT_AT_START", 15)
+        monkeypatch.setattr(heartbeat, "MAX_SILENT_AT_START", 15)
     begun = time.monotonic()
     with pytest.raises(ModelError, match=said):
         await asyncio.wait_for(starting, 60)
