@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
 from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
 from asyncllm.models.output_folder import MAX_SHARD_BYTES, check_free, copy_companions, output_folder, write_shards
+from asyncllm.models.shard_file import DTYPE_NAMES
 
 __all__ = ["ConvertReport", "convert", "load_pickle"]
 
@@ -27,13 +28,6 @@ PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
 
 HEAD_NAMES = ("lm_head.weight", "output.weight", "output_layer.weight", "embed_out.weight")
 """Endings of the names of output heads, which a checkpoint with tied embeddings need not store."""
-
-WRITABLE_DTYPES = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +162,6 @@ def load_pickle(file: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not name:
             raise InvalidCheckpoint(f"{file} names a tensor {short(name)}, which is not a text.")
         plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if not plain or tensor.is_quantized or tensor.dtype not in WRITABLE_DTYPES:
+        if not plain or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
             raise InvalidCheckpoint(f"{file}: {short(name)} is not a plain tensor. Only plain tensors can be written.")
     return dict(state)

@@ -17,7 +17,8 @@ from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import FLOATS, Stored, Weighted
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 from asyncllm.models.fused import LAYOUTS, STACKS
-from asyncllm.models.stream import DTYPES, stream
+from asyncllm.models.shard_file import DTYPE_NAMES
+from asyncllm.models.stream import stream
 from asyncllm.models.weights import Target, WeightMap
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("asyncllm")
-
-_FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _IN_MEMORY = "update_weights"
 """The source of tensors that do not come from a file."""
@@ -371,7 +370,7 @@ def _offer(name: str, tensor: Any) -> _Offer:
             f"{_IN_MEMORY}: {short(name)} is not a dense torch.Tensor with data, but {type(tensor).__name__}. Gather "
             f"the whole of it first."
         )
-    dtype = _FORMAT_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     return _Offer(name, dtype, tuple(tensor.shape), _IN_MEMORY)
 
 

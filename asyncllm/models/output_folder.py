@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from asyncllm.models.shard_file import ShardFile
 from asyncllm.text.sentence_transformers import pooling_folder
 
 __all__ = ["MAX_SHARD_BYTES", "check_free", "copy_companions", "output_folder", "write_shards"]
@@ -84,31 +83,22 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the tensors in order, in files of at most `max_shard_bytes`, and an index if there are several files."""
+    """Write the tensors in order, one after the other, in files of at most `max_shard_bytes`, and an index if there are
+    several files."""
     shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    pending_bytes = total_bytes = 0
-
-    def flush() -> None:
-        save_file(pending, folder / f"{len(shards)}.shard", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    storages: set[int] = set()
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-            storages.clear()
-            pending_bytes = 0
-        # The format stores each tensor separately, so views of one storage are written as copies.
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage().data_ptr()
-        shared = storage in storages
-        storages.add(storage)
-        pending[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
+    total_bytes = 0
+    with ExitStack() as stack:
+        shard = stack.enter_context(ShardFile(folder / "0.shard"))
+        for name, tensor in tensors:
+            full = shard.num_bytes + tensor.nbytes > max_shard_bytes or not shard.has_room(name, tensor)
+            if shard.names and full:
+                stack.close()
+                shards.append(shard.names)
+                shard = stack.enter_context(ShardFile(folder / f"{len(shards)}.shard"))
+            shard.add(name, tensor)
+            total_bytes += tensor.nbytes
+            del tensor
+    shards.append(shard.names)
     if len(shards) == 1:
         (folder / "0.shard").rename(folder / WEIGHTS_NAME)
         return

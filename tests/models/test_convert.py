@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.convert import convert
+from asyncllm.models.shard_file import ShardFile
 
 SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 INDEX = "pytorch_model.bin.index.json"
@@ -326,27 +327,28 @@ def test_no_shard_size(tmp_path: Path) -> None:
 
 def test_a_full_disk_and_an_interrupt_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = bin_folder(tmp_path / "model", {"a": torch.ones(2), "b": torch.ones(2)})
-    written: list[Path] = []
+    written: list[str] = []
+    write = ShardFile.add
 
     def failing(error: BaseException) -> Callable[..., None]:
-        def save(tensors: dict[str, Tensor], file: Path, **arguments: Any) -> None:
-            save_file(tensors, file, **arguments)
-            written.append(file)
+        def add(file: ShardFile, name: str, tensor: Tensor) -> None:
+            write(file, name, tensor)
+            written.append(name)
             if len(written) % 2 == 0:
                 raise error
 
-        return save
+        return add
 
     failures: list[tuple[BaseException, type[BaseException]]] = [
         (OSError(28, "No space left on device"), ModelError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ]
     for error, raised in failures:
-        monkeypatch.setattr("asyncllm.models.output_folder.save_file", failing(error))
+        monkeypatch.setattr(ShardFile, "add", failing(error))
         with pytest.raises(raised):
             convert(source, max_shard_bytes=8)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    assert len(written) == 4
+    assert written == ["a", "b"] * 2
 
 
 def test_a_disk_without_room_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
