@@ -32,12 +32,21 @@ PROMPT_END = 64
 class Splitting:
     """How the answers to one request are split."""
 
-    def __init__(self, form: ReplyFormat, tools: Mapping[str, Any] | None, *, inside: bool, max_calls: int = 0) -> None:
-        """See `Reply`."""
+    def __init__(
+        self,
+        form: ReplyFormat,
+        tools: Mapping[str, Any] | None,
+        *,
+        inside: bool,
+        max_calls: int = 0,
+        has_to_call: bool = False,
+    ) -> None:
+        """See `Reply`. `has_to_call`: the beginning of a call that is cut off is not content."""
         self.form = form
         self.tools = tools
         self.inside = inside
         self.max_calls = max_calls
+        self.has_to_call = has_to_call
 
     def reply(self) -> Reply:
         """Return a new reply."""
@@ -85,7 +94,13 @@ class Splitter:
         if tools is None and not (form.splits and options.separate_reasoning):
             return None
         inside = form.thinking is not None and self._beginning(messages, options, prompt_ids)[1]
-        return Splitting(form, tools, inside=inside, max_calls=options.parallel_tool_calls is False)
+        return Splitting(
+            form,
+            tools,
+            inside=inside,
+            max_calls=options.parallel_tool_calls is False,
+            has_to_call=options.choice is not None and options.choice.required,
+        )
 
     def constrains_reply(self, options: RequestOptions, content: GrammarSpec | None) -> bool:
         """Return whether a grammar applies to the whole reply rather than to its content alone."""
@@ -151,6 +166,7 @@ class SplitAnswer(Answer):
     __slots__ = (
         "_calls",
         "_codes",
+        "_has_to_call",
         "_includes_stop",
         "_max_calls",
         "_num_thoughts_sent",
@@ -174,6 +190,7 @@ class SplitAnswer(Answer):
         super().__init__(detokenizer, stop_words=stop_words, hidden_ids=hidden_ids, include_stop=include_stop)
         self._reply = splitting.reply()
         self._codes = splitting.form.tokens
+        self._has_to_call = splitting.has_to_call
         self._max_calls = splitting.max_calls
         self._includes_stop = include_stop
         self._raw: list[str] = []
@@ -223,7 +240,7 @@ class SplitAnswer(Answer):
             rest = self._detokenizer.flush()
             self._raw.append(rest)
             self._handle(self._reply.push(rest))
-            self._handle(self._reply.end())
+            self._handle([each for each in self._reply.end() if not self._has_to_call or type(each) is not Text])
             if self._matcher is not None and self.stop_reason is None:
                 self._add(self._matcher.flush())
 

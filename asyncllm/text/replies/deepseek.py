@@ -4,11 +4,12 @@ parameters; and Kimi K2's, which is similar."""
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, KEY, NUMBER, VALUE, shaped, tagged
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
-from asyncllm.text.replies.values import ArgumentsWriter
+from asyncllm.text.replies.values import ArgumentsWriter, properties_of, read_value, types_of
 
 __all__ = ["DEEPSEEK_V3", "DEEPSEEK_V4", "DEEPSEEK_V31", "DEEPSEEK_V32", "KIMI_K2"]
 
@@ -21,6 +22,7 @@ KIMI_CALLS_END = "<|tool_calls_section_end|>"
 NAME = re.compile(r"[\w.-]")
 LINE = re.compile(r"[^\n<\udc00-\udfff]")
 QUOTED = re.compile(r'[^"\n>]')
+STRING = frozenset({"string"})
 
 
 def _read_v3(reader: Reader, opener: str) -> Reading:
@@ -70,25 +72,29 @@ def _invocation(reader: Reader) -> Reading:
     output.start(name)
     writer = ArgumentsWriter(output.arguments)
     writer.begin()
-    closing = reader.markers(f"</{DSML}parameter>")
+    until_end = partial(source.until, reader.markers(f"</{DSML}parameter>"))
     while True:
         yield from source.space()
         if not (yield from source.literal(f'<{DSML}parameter name="')):
             break
         key = yield from source.matching(QUOTED)
-        is_text = not (yield from source.literal('" string="false">'))
-        if is_text and not (yield from source.literal('" string="true">')):
+        types = types_of(properties_of(reader.tools.get(name)).get(key))
+        is_json = yield from source.literal('" string="false">')
+        if not is_json and (yield from source.literal('" string="true">')):
+            # Text stays text unless the tool takes none.
+            types = types if types and "string" not in types else STRING
+        elif not is_json and not (yield from source.literal('">')):
             output.finish(complete=False)
             return True
         writer.key(key)
-        if is_text:
-            writer.open_string()
-        closed = yield from source.until(closing, writer.string_piece if is_text else writer.raw)
+        begins = ('"',) if types == STRING else ("{", "[", '"')
+        if is_json and (yield from source.peek()) in begins:
+            closed = yield from until_end(writer.raw)
+        else:
+            closed = yield from read_value(writer, types, until_end)
         if closed is None:
             output.finish(complete=False)
             return True
-        if is_text:
-            writer.open_string()
     complete = yield from source.literal(f"</{DSML}invoke>")
     if complete:
         writer.end()
@@ -122,8 +128,11 @@ def _call_kimi(reader: Reader) -> Reading:
     yield from source.space()
     if not (yield from source.literal(KIMI_CALL)):
         return False
-    # functions.NAME:INDEX
-    name = (yield from source.matching(LINE)).strip().removeprefix("functions.").rpartition(":")[0]
+    # functions.NAME:INDEX. Some replies leave the index out, or the name if there is one tool.
+    name = (yield from source.matching(LINE)).strip().removeprefix("functions.")
+    name = name.rpartition(":")[0] or name
+    if name.isdecimal() and name not in reader.tools:
+        name = next(iter(reader.tools)) if len(reader.tools) == 1 else ""
     if not name or not (yield from source.literal(KIMI_ARGUMENTS)):
         return False
     yield from source.space()

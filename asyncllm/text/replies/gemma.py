@@ -16,6 +16,8 @@ from asyncllm.text.replies.values import MAX_DEPTH, ArgumentsWriter, properties_
 __all__ = ["FUNCTIONGEMMA", "GEMMA4"]
 
 NAME = re.compile(r"[\w.-]")
+SCALARS = frozenset({"string", "integer", "number", "boolean", "null"})
+BARE = re.compile("[^,\\]}\udc00-\udfff]")
 
 
 def _format(name: str, opener: str, closer: str, quote: str) -> ToolFormat:
@@ -144,9 +146,16 @@ def _value(reader: Reader, quote: str, depth: int) -> Reading:
         return (yield from _object(reader, quote, depth))
     if first == "[":
         return (yield from _list(reader, quote, depth))
-    literal = yield from read_literal(source)
-    reader.output.arguments(literal or "")
-    return literal is not None
+    if first in ("'", '"') and first:
+        literal = yield from read_literal(source)
+        reader.output.arguments(literal or "")
+        return literal is not None
+    # Some replies leave the marks of a text out.
+    bare = yield from source.matching(BARE)
+    if not (yield from source.peek()):
+        return False
+    ArgumentsWriter(reader.output.arguments).value(bare.strip(), SCALARS)
+    return True
 
 
 def _list(reader: Reader, quote: str, depth: int) -> Reading:

@@ -6,7 +6,7 @@ import re
 
 from asyncllm.text.replies.call_rules import CallRules
 from asyncllm.text.replies.reader import Reader, ToolFormat
-from asyncllm.text.replies.source import Reading
+from asyncllm.text.replies.source import Markers, Reading
 
 __all__ = ["HARMONY"]
 
@@ -40,8 +40,7 @@ def _answer(reader: Reader) -> Reading:
         output.markup()
         if recipient and reader.tools:
             output.inside = False
-            yield from _call(reader, recipient.removeprefix("functions."))
-            marker = yield from source.until(ends, output.text)
+            marker = yield from _call(reader, recipient.removeprefix("functions."), ends)
         elif channel == "analysis":
             output.inside = True
             marker = yield from source.until(ends, output.thought)
@@ -54,16 +53,19 @@ def _answer(reader: Reader) -> Reading:
         output.markup()
 
 
-def _call(reader: Reader, name: str) -> Reading:
+def _call(reader: Reader, name: str, ends: Markers) -> Reading:
+    """Read the arguments of a call, JSON or not, and return the marker after them."""
     source, output = reader.source, reader.output
     yield from source.space()
     output.start(name)
     if (yield from source.peek()) == "{":
-        complete = yield from source.json_value(output.arguments)
-    else:
-        output.arguments("{}")
-        complete = True
-    output.finish(complete=complete)
+        output.finish(complete=(yield from source.json_value(output.arguments)))
+        return (yield from source.until(ends, output.text))
+    parts: list[str] = []
+    marker = yield from source.until(ends, parts.append)
+    output.arguments("".join(parts).strip() or "{}")
+    output.finish(complete=marker is not None)
+    return marker
 
 
 def _whole(grammar: CallRules, content: str | None) -> str:

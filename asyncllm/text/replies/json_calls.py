@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ class Keys(NamedTuple):
     arguments: frozenset[str]
     both: bool = False
     """Whether an object without arguments is not a call."""
+    known: bool = False
+    """Whether an object that names no tool of the request is not a call."""
 
 
 CALL_KEYS = Keys(frozenset({"name"}), frozenset({"arguments", "parameters"}))
@@ -43,22 +46,25 @@ def _further(reader: Reader, keys: Keys) -> Reading:
     return (yield from reader.source.literal(",")) and (yield from read_object(reader, keys))
 
 
-def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
-    """Read one call and return whether it was one. If not, the source keeps the text that was read."""
+def read_object(reader: Reader, keys: Keys = CALL_KEYS, first: str | None = None) -> Reading:
+    """Read one call and return whether it was one. If not, the source keeps the text that was read. `first`: the first
+    key, if it and the bracket before it have been read."""
     source, output = reader.source, reader.output
     yield from source.space()
-    if not (yield from source.literal("{")):
+    if first is None and not (yield from source.literal("{")):
         return False
     name: str | None = None
     held: list[str] | None = None
     begun = complete = False
     while True:
         yield from source.space()
-        if (yield from source.literal("}")):
-            break
-        yield from source.literal(",")
-        yield from source.space()
-        key = yield from source.json_string()
+        key, first = first, None
+        if key is None:
+            if (yield from source.literal("}")):
+                break
+            yield from source.literal(",")
+            yield from source.space()
+            key = yield from source.json_string()
         if key is not None:
             yield from source.space()
         if key is None or not (yield from source.literal(":")):
@@ -69,7 +75,7 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
         yield from source.space()
         if key in keys.name and not begun:
             name = yield from source.json_string()
-            if not name:
+            if not name or (keys.known and name not in reader.tools):
                 return False
         elif key in keys.arguments and not begun:
             if name is None:
@@ -100,7 +106,7 @@ def _arguments(reader: Reader, sink: Callable[[str], None]) -> Reading:
     first = yield from source.peek()
     if first == '"':
         text = yield from source.json_string()
-        sink(text or "{}")
+        sink(_from_text(text or ""))
         return text is not None
     if first in ("{", "["):
         return (yield from source.json_value(sink))
@@ -109,6 +115,16 @@ def _arguments(reader: Reader, sink: Callable[[str], None]) -> Reading:
     text = "".join(parts)
     sink("{}" if text == "null" else text)
     return complete
+
+
+def _from_text(text: str) -> str:
+    """Return the JSON of arguments that were written as a string: what it holds if that is an object, else itself."""
+    if not text.strip():
+        return "{}"
+    try:
+        return text if isinstance(json.loads(text), dict) else json.dumps(text, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
 
 
 def _drop(piece: str) -> None:

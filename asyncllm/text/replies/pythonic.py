@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from asyncllm.text.replies.call_rules import CallGrammar, CallRules, checked_names
+from asyncllm.text.replies.json_calls import read_object
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 from asyncllm.text.replies.values import properties_of, read_literal, types_of
@@ -15,27 +16,39 @@ __all__ = ["LFM2", "OLMO3", "PYTHONIC"]
 
 NAME = re.compile(r"[\w.-]")
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
 def _at_start(reader: Reader) -> Reading:
-    return (yield from _listed(reader))
+    return (yield from _listed(reader, _call))
 
 
-def _listed(reader: Reader) -> Reading:
+def _listed(reader: Reader, read: Callable[[Reader], Reading]) -> Reading:
+    """Read a list of calls, and the mark after it, which may be missing."""
     source = reader.source
     yield from source.space()
-    if not (yield from source.literal("[")) or not (yield from _call(reader)):
+    if not (yield from source.literal("[")) or not (yield from read(reader)):
         return False
-    while (yield from reader.attempt(_further(reader))):
+    while (yield from reader.attempt(_further(reader, read))):
         pass
     yield from source.space()
     yield from source.literal("]")
+    yield from source.space()
+    if not (yield from source.literal(END)):
+        yield from source.literal(PYTHON_END)
     return True
 
 
-def _further(reader: Reader) -> Reading:
+def _further(reader: Reader, read: Callable[[Reader], Reading]) -> Reading:
     yield from reader.source.space()
-    return (yield from reader.source.literal(",")) and (yield from _call(reader))
+    return (yield from reader.source.literal(",")) and (yield from read(reader))
+
+
+def _call_or_object(reader: Reader) -> Reading:
+    """Read a call of either kind: LFM2 writes JSON if its prompt asks for it."""
+    yield from reader.source.space()
+    read = read_object if (yield from reader.source.peek()) == "{" else _call
+    return (yield from read(reader))
 
 
 def _call(reader: Reader) -> Reading:
@@ -72,11 +85,7 @@ def _call(reader: Reader) -> Reading:
 
 
 def _marked(reader: Reader, opener: str) -> Reading:
-    found = yield from _listed(reader)
-    if found:
-        yield from reader.source.space()
-        yield from reader.source.literal(END)
-    return found
+    return (yield from _listed(reader, _call_or_object))
 
 
 def _lines(reader: Reader, opener: str) -> Reading:
@@ -109,10 +118,10 @@ def _grammar(
 
 PYTHONIC = ToolFormat(
     "pythonic",
-    ("<|python_start|>",),
+    (PYTHON_START,),
     _marked,
     at_start=_at_start,
-    inside=("<|python_end|>",),
+    inside=(PYTHON_END,),
     grammars=(_grammar("", "[", ", ", "]", looks=lambda names: r"\s*\[(.|\n)*"),),
 )
 """Llama 3.2 and 4, ToolACE."""

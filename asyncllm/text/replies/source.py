@@ -253,6 +253,8 @@ class Source:
         if not (yield from self._string(parts.append)):
             return None
         try:
-            return json.loads("".join(parts), strict=False)
+            text = json.loads("".join(parts), strict=False)
         except ValueError:
             return None
+        # Half of a pair of surrogates is no character.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -6,36 +6,24 @@ A string streams as it arrives. Any other value is read to its end and written a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from asyncllm.text.grammars.lark import escaped
 from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, KEY, LINE_END, VALUE, shaped, tagged
 from asyncllm.text.replies.reader import Reader, ToolFormat
-from asyncllm.text.replies.source import Markers, Reading
-from asyncllm.text.replies.values import ArgumentsWriter, properties_of, types_of
+from asyncllm.text.replies.source import Reading, Source
+from asyncllm.text.replies.values import ArgumentsWriter, properties_of, read_value, types_of
 
 __all__ = ["GLM4", "GLM45", "MINIMAX_M2", "QWEN3_CODER"]
 
-NAME = re.compile(r"[^\s<>\"\udc00-\udfff]")
+NAME = re.compile(r"[^\s<>\"'\udc00-\udfff]")
+BLANK = re.compile(r"\s")
+END = "</function>"
 
 
-def _read_value(reader: Reader, tool: str, key: str, writer: ArgumentsWriter, closing: Markers) -> Reading:
-    """Read a value up to its closing tag. Return whether the tag arrived."""
-    types = types_of(properties_of(reader.tools.get(tool)).get(key))
-    writer.key(key)
-    if types == {"string"}:
-        writer.open_string()
-        closed = yield from reader.source.until(closing, writer.string_piece)
-        if closed is not None:
-            writer.open_string()
-        return closed is not None
-    parts: list[str] = []
-    closed = yield from reader.source.until(closing, parts.append)
-    if closed is None:
-        writer.open_string()
-        writer.string_piece("".join(parts))
-        return False
-    writer.value("".join(parts), types)
-    return True
+def _types(reader: Reader, tool: str, key: str) -> frozenset[str]:
+    return types_of(properties_of(reader.tools.get(tool)).get(key))
 
 
 def _read_qwen(reader: Reader, opener: str) -> Reading:
@@ -59,24 +47,48 @@ def _function(reader: Reader) -> Reading:
     output.start(name)
     writer = ArgumentsWriter(output.arguments)
     writer.begin()
-    closing = reader.markers("\n</parameter>", "</parameter>")
-    while True:
-        yield from source.space()
-        if not (yield from source.literal("<parameter=")):
-            break
-        key = yield from source.matching(NAME)
-        if not (yield from source.literal(">")):
-            output.finish(complete=False)
-            return True
+    key: str | None = ""
+    while key is not None:
+        if not key:
+            yield from source.space()
+            if not (yield from source.literal("<parameter=")):
+                break
+            key = yield from source.matching(NAME)
+            if not (yield from source.literal(">")):
+                output.finish(complete=False)
+                return True
         yield from source.literal("\n")
-        if not (yield from _read_value(reader, name, key, writer, closing)):
-            output.finish(complete=False)
+        writer.key(key)
+        key = yield from read_value(writer, _types(reader, name, key), partial(_qwen_text, reader, name))
+        if key == END:
+            writer.end()
+            output.finish(complete=True)
             return True
-    complete = yield from source.literal("</function>")
+    complete = key is not None and (yield from source.literal(END))
     if complete:
         writer.end()
     output.finish(complete=complete)
     return True
+
+
+def _qwen_text(reader: Reader, tool: str, sink: Callable[[str], None]) -> Reading:
+    """Pass a value's text to `sink`. Some replies leave its closing tag out. Return the key of the next value if that
+    has begun, END if the call has ended, otherwise an empty text; None if the text is cut."""
+    source = reader.source
+    closing = reader.markers("\n</parameter>", "</parameter>", "\n<parameter=", f"\n{END}")
+    while (marker := (yield from source.until(closing, sink))) is not None:
+        if marker == "\n<parameter=":
+            behind = yield from source.matching(NAME)
+            if behind in properties_of(reader.tools.get(tool)) and (yield from source.literal(">")):
+                return behind
+        elif marker == f"\n{END}":
+            behind = yield from source.matching(BLANK)
+            if not (yield from source.peek()) or (yield from source.literal("</tool_call>")):
+                return END
+        else:
+            return ""
+        sink(marker + behind)
+    return None
 
 
 def _read_glm(reader: Reader, opener: str) -> Reading:
@@ -94,7 +106,8 @@ def _read_glm(reader: Reader, opener: str) -> Reading:
     output.start(name)
     writer = ArgumentsWriter(output.arguments)
     writer.begin()
-    key_end, closing = reader.markers("</arg_key>"), reader.markers("</arg_value>")
+    key_end = reader.markers("</arg_key>")
+    until_end = partial(source.until, reader.markers("</arg_value>"))
     while not empty:
         parts: list[str] = []
         if (yield from source.until(key_end, parts.append)) is None:
@@ -104,7 +117,9 @@ def _read_glm(reader: Reader, opener: str) -> Reading:
         if not (yield from source.literal("<arg_value>")):
             output.finish(complete=False)
             return True
-        if not (yield from _read_value(reader, name, "".join(parts).strip(), writer, closing)):
+        key = "".join(parts).strip()
+        writer.key(key)
+        if (yield from read_value(writer, _types(reader, name, key), until_end)) is None:
             output.finish(complete=False)
             return True
         yield from source.space()
@@ -144,21 +159,25 @@ def _read_minimax(reader: Reader, opener: str) -> Reading:
 def _invocation(reader: Reader) -> Reading:
     source, output = reader.source, reader.output
     yield from source.space()
-    if not (yield from source.literal('<invoke name="')):
+    if not (yield from source.literal("<invoke name=")):
         return False
-    name = yield from source.matching(NAME)
-    if not name or not (yield from source.literal('">')):
+    name = yield from _attribute(source)
+    if not name:
         return False
     output.start(name)
     writer = ArgumentsWriter(output.arguments)
     writer.begin()
-    closing = reader.markers("</parameter>")
+    until_end = partial(source.until, reader.markers("</parameter>"))
     while True:
         yield from source.space()
-        if not (yield from source.literal('<parameter name="')):
+        if not (yield from source.literal("<parameter name=")):
             break
-        key = yield from source.matching(NAME)
-        if not (yield from source.literal('">')) or not (yield from _read_value(reader, name, key, writer, closing)):
+        key = yield from _attribute(source)
+        if not key:
+            output.finish(complete=False)
+            return True
+        writer.key(key)
+        if (yield from read_value(writer, _types(reader, name, key), until_end)) is None:
             output.finish(complete=False)
             return True
     complete = yield from source.literal("</invoke>")
@@ -166,6 +185,13 @@ def _invocation(reader: Reader) -> Reading:
         writer.end()
     output.finish(complete=complete)
     return True
+
+
+def _attribute(source: Source) -> Reading:
+    """Read an attribute's value, with or without quotes, and the end of its tag. Return an empty text if it is none."""
+    quote = (yield from source.peek()) in ("'", '"') and (yield from source.character())
+    name = yield from source.matching(NAME)
+    return name if (yield from source.literal(f"{quote or ''}>")) else ""
 
 
 QWEN3_CODER = ToolFormat(

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncllm.text.replies.source import Reading, Source
+from asyncllm.text.replies.source import Codes, Reading, Source
 
-__all__ = ["ArgumentsWriter", "properties_of", "read_literal", "types_of"]
+__all__ = ["ArgumentsWriter", "properties_of", "read_literal", "read_value", "types_of"]
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 KINDS: Mapping[type, frozenset[str]] = {
@@ -21,6 +21,15 @@ KINDS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     type(None): frozenset({"null"}),
 }
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("str", "text"), "string"),
+    **dict.fromkeys(("int", "long"), "integer"),
+    **dict.fromkeys(("float", "double"), "number"),
+    "bool": "boolean",
+    "dict": "object",
+    **dict.fromkeys(("list", "tuple"), "array"),
+}
+"""Names of types that clients write in place of JSON Schema's."""
 MAX_DEPTH = 64
 WORD = re.compile(r"[\w.+-]")
 
@@ -37,9 +46,9 @@ def types_of(schema: Any) -> frozenset[str]:
         return frozenset()
     named = schema.get("type")
     if isinstance(named, str):
-        return frozenset({named})
+        return frozenset({OTHER_NAMES.get(named, named)})
     if isinstance(named, list):
-        return frozenset(each for each in named if isinstance(each, str))
+        return frozenset(OTHER_NAMES.get(each, each) for each in named if isinstance(each, str))
     if isinstance(values := schema.get("enum"), list):
         return frozenset().union(*(KINDS.get(type(value), frozenset()) for value in values))
     for name in ("anyOf", "oneOf"):
@@ -81,6 +90,27 @@ class ArgumentsWriter:
         self._sink("}")
 
 
+def read_value(
+    writer: ArgumentsWriter, types: frozenset[str], read: Callable[[Callable[[str], None]], Reading]
+) -> Reading:
+    """Write a value of the `types`, given as text; a string is written as it arrives. `read` passes the text to a sink,
+    and returns None if it is cut. Return what it returned."""
+    if types == {"string"}:
+        writer.open_string()
+        end = yield from read(writer.string_piece)
+        if end is not None:
+            writer.open_string()
+        return end
+    parts: list[str] = []
+    end = yield from read(parts.append)
+    if end is None:
+        writer.open_string()
+        writer.string_piece("".join(parts))
+    else:
+        writer.value("".join(parts), types)
+    return end
+
+
 def _as_json(text: str, types: frozenset[str]) -> str:
     stripped = text.strip()
     candidate = PYTHON_WORDS.get(stripped, stripped)
@@ -89,11 +119,34 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(candidate, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return _dumped(text)
+        literal = _literal_of(stripped) if not types or types & {"array", "object"} else None
+        if literal is None and types & {"integer", "number"}:
+            literal = _number(stripped)
+        if literal is None:
+            return _dumped(text)
+        candidate, value = literal, json.loads(literal)
     kinds = KINDS[type(value)]
     if not types or kinds & types:
         return candidate
     return _dumped(text)
+
+
+def _literal_of(text: str) -> str | None:
+    """Return a list or a dict that Python would read, as JSON; None if the text is neither."""
+    source = Source(Codes())
+    source.feed(text)
+    source.close()
+
+    def whole() -> Reading:
+        value = yield from read_literal(source)
+        return value if text[:1] in ("[", "{") and not (yield from source.peek()) else None
+
+    try:
+        next(whole())
+    except StopIteration as end:
+        found: str | None = end.value
+        return found
+    raise AssertionError("a closed source waits for no more text")
 
 
 def _no_constant(name: str) -> None:
@@ -105,7 +158,7 @@ def _dumped(text: str) -> str:
 
 
 def read_literal(source: Source, depth: int = 0) -> Reading:
-    """Read a literal of Python or JSON and return it as JSON; None if there is none."""
+    """Read a literal of Python or JSON and return it as JSON; None if there is none. A set becomes a list."""
     first = yield from source.peek()
     if first in ("'", '"') and first:
         return (yield from _quoted(source, first))
@@ -117,17 +170,29 @@ def read_literal(source: Source, depth: int = 0) -> Reading:
     word = PYTHON_WORDS.get(str(word), str(word))
     if word in ("true", "false", "null"):
         return word
+    return _number(str(word))
+
+
+def _number(word: str) -> str | None:
+    """Return a number of JSON or Python as JSON; None if the word is none. Leading zeros are dropped."""
     try:
-        number = json.loads(word, parse_constant=_no_constant)
+        json.loads(word, parse_constant=_no_constant)
+        return word
     except ValueError:
-        return None
-    return word if isinstance(number, int | float) else None
+        pass
+    for kind in (int, float):
+        try:
+            return json.dumps(kind(word), allow_nan=False)
+        except ValueError:
+            continue
+    return None
 
 
 def _collection(source: Source, first: str, depth: int) -> Reading:
     closing = {"[": "]", "(": ")", "{": "}"}[first]
     yield from source.literal(first)
     parts: list[str] = []
+    is_dict = first == "{"
     while True:
         yield from source.space()
         if (yield from source.literal(closing)):
@@ -141,8 +206,12 @@ def _collection(source: Source, first: str, depth: int) -> Reading:
         value = yield from read_literal(source, depth + 1)
         if value is None:
             return None
-        if first == "{":
+        if is_dict:
             yield from source.space()
+            if not parts and (yield from source.peek()) in (",", "}"):
+                is_dict = False
+                parts.append(value)
+                continue
             if not value.startswith('"') or not (yield from source.literal(":")):
                 return None
             yield from source.space()
@@ -151,7 +220,7 @@ def _collection(source: Source, first: str, depth: int) -> Reading:
                 return None
             value = f"{value}: {entry}"
         parts.append(value)
-    return f"{{{', '.join(parts)}}}" if first == "{" else f"[{', '.join(parts)}]"
+    return f"{{{', '.join(parts)}}}" if is_dict else f"[{', '.join(parts)}]"
 
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}

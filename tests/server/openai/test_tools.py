@@ -192,6 +192,8 @@ async def test_the_bundled_model_makes_the_call_that_is_asked_for() -> None:
         whole = await client.chat.completions.parse(**asked)
         async with client.chat.completions.stream(**asked) as stream:
             streamed = await stream.get_final_completion()
+        cut = (await client.chat.completions.create(**asked | {"max_tokens": 6})).choices[0]
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     for completion in (whole, streamed):
         choice = completion.choices[0]
         calls: Any = choice.message.tool_calls

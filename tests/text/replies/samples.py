@@ -174,6 +174,16 @@ SAMPLES: dict[str, Sample] = {
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Said(calls=(("f", '{"a": 1}'),)),
     ),
+    "hermes, arguments as text that is no object": Sample(
+        "hermes",
+        None,
+        '<tool_call>{"name": "f", "arguments": "hi \\"you\\""}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": "12"}</tool_call>',
+        Said(calls=(("f", '"hi \\"you\\""'), ("f", '"12"'))),
+    ),
+    "hermes, half a character": Sample(
+        "hermes", None, '<tool_call>{"name": "f\\udc00", "arguments": {}}</tool_call>', Said(calls=(("f\ufffd", "{}"),))
+    ),
     "hermes, no call": Sample(
         "hermes", None, "a <tool_call>\nnot json</tool_call> b", Said("a <tool_call>\nnot json</tool_call> b")
     ),
@@ -221,6 +231,25 @@ SAMPLES: dict[str, Sample] = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nZü",
         Said(calls=(("weather", '{"city": "Zü'),)),
     ),
+    "qwen3_coder, without closing tags": Sample(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=weather>\n<parameter=days>\n2\n<parameter=city>\nBern\n</function>\n</tool_call>",
+        Said(calls=(("weather", '{"days": 2, "city": "Bern"}'),)),
+    ),
+    "qwen3_coder, tags in a value": Sample(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=weather>\n<parameter=city>\na\n<parameter=x>\n</function>\nb\n</parameter>\n</function>",
+        Said(calls=(("weather", '{"city": "a\\n<parameter=x>\\n</function>\\nb"}'),)),
+    ),
+    "qwen3_coder, a list of Python": Sample(
+        "qwen3_coder",
+        None,
+        "<function=weather><parameter=tags>['x', True, 07, {1, 2}]</parameter>"
+        "<parameter=days>+5</parameter></function>",
+        Said(calls=(("weather", '{"tags": ["x", true, 7, [1, 2]], "days": 5}'),)),
+    ),
     "llama3_json": Sample(
         "llama3",
         None,
@@ -233,6 +262,30 @@ SAMPLES: dict[str, Sample] = {
     "llama3_json, another object": Sample(
         "llama3_json", None, '{"name": "Ada", "age": 36} is', Said('{"name": "Ada", "age": 36} is')
     ),
+    "llama3_json, within text": Sample(
+        "llama3_json",
+        None,
+        f'So: {{"name": "weather", "parameters": {ZURICH}}}; {{"name": "now", "parameters": {{}}}} Ok.',
+        Said("So:Ok.", calls=BOTH),
+    ),
+    "llama3_json, another object within text": Sample(
+        "llama3_json",
+        None,
+        'It is {"name": "Ada", "parameters": {}}.',
+        Said('It is {"name": "Ada", "parameters": {}}.'),
+    ),
+    "llama3_json, a quoted call": Sample(
+        "llama3_json",
+        "qwen3",
+        '<think>Is it {"name": "now", "parameters": {}}?</think>No.',
+        Said("No.", 'Is it {"name": "now", "parameters": {}}?'),
+    ),
+    "llama3_json, a list": Sample(
+        "llama3_json",
+        None,
+        f'[{{"name": "weather", "parameters": {ZURICH}}}, {{"name": "now", "parameters": {{}}}}]',
+        Said(calls=BOTH),
+    ),
     "pythonic": Sample(
         "pythonic",
         None,
@@ -240,8 +293,15 @@ SAMPLES: dict[str, Sample] = {
         Said(calls=(*BOTH, ("f", '{"x": [true, null, {"a": [1.5, "é\\n"]}]}'))),
     ),
     "pythonic, a link": Sample("pythonic", None, "[see](there) [f(x)]", Said("[see](there) [f(x)]")),
+    "pythonic, marked": Sample("pythonic", None, "<|python_start|>[now()]<|python_end|>", Said(calls=(("now", "{}"),))),
     "lfm2": Sample(
         "lfm2", None, "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", Said("Wait.", calls=(("now", "{}"),))
+    ),
+    "lfm2, JSON": Sample(
+        "lfm2",
+        None,
+        f'<|tool_call_start|>[{{"name": "weather", "arguments": {ZURICH}}}, now()]<|tool_call_end|>',
+        Said(calls=BOTH),
     ),
     "olmo3": Sample(
         "olmo3",
@@ -289,8 +349,21 @@ SAMPLES: dict[str, Sample] = {
         Said(calls=BOTH),
     ),
     "deepseek_v32": Sample("deepseek_v32", None, f"Ok.\n\n{DSML}", Said("Ok.", calls=BOTH)),
+    "deepseek_v32, types of the schema": Sample(
+        "deepseek_v32",
+        None,
+        '<｜DSML｜function_calls><｜DSML｜invoke name="weather"><｜DSML｜parameter name="days" string="true">2'
+        '</｜DSML｜parameter><｜DSML｜parameter name="city" string="false">"Bern"</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="tags">["x"]</｜DSML｜parameter><｜DSML｜parameter name="x" string="false">a b'
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+        Said(calls=(("weather", '{"days": 2, "city": "Bern", "tags": ["x"], "x": "a b"}'),)),
+    ),
     "deepseek_v4": Sample("deepseek_v4", None, DSML.replace("function_calls", "tool_calls"), Said(calls=BOTH)),
     "kimi_k2": Sample("kimi_k2", "kimi", f"◁think▷Hm◁/think▷Ok{KIMI}", Said("Ok", "Hm", BOTH)),
+    "kimi_k2, no index": Sample("kimi_k2", None, KIMI.replace(":0", "").replace(":1", ""), Said(calls=BOTH)),
+    "kimi_k2, no name": Sample(
+        "kimi_k2", None, KIMI.replace("functions.weather:", ""), Said(KIMI.replace("functions.weather:", ""))
+    ),
     "glm45": Sample(
         "glm45", "glm45", f"<think>Hm.</think>\nOk.\n{GLM}\n<tool_call>now\n</tool_call>", Said("Ok.", "Hm.", BOTH)
     ),
@@ -309,6 +382,12 @@ SAMPLES: dict[str, Sample] = {
         None,
         f" to=functions.weather<|channel|>commentary json<|message|>{ZURICH}<|call|>",
         Said(calls=BOTH[:1]),
+    ),
+    "harmony, arguments that are not JSON": Sample(
+        "openai",
+        None,
+        "<|channel|>commentary to=functions.f<|message|>a b<|call|><|start|>assistant<|channel|>final<|message|>Hi",
+        Said("Hi", calls=(("f", "a b"),)),
     ),
     "harmony, no header": Sample("openai", None, "Hi there", Said("Hi there")),
     "phi4": Sample(
@@ -331,6 +410,12 @@ SAMPLES: dict[str, Sample] = {
         '<|channel>thought\nHm.<channel|><|tool_call>call:weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|>',
         Said("", "Hm.", BOTH[:1]),
     ),
+    "gemma4, bare values": Sample(
+        "gemma4",
+        None,
+        "<|tool_call>call:f{a:New York,b:108.,c:,d:[x y,2],e:null}<tool_call|>",
+        Said(calls=(("f", '{"a": "New York", "b": 108.0, "c": "", "d": ["x y", 2], "e": null}'),)),
+    ),
     "functiongemma": Sample(
         "functiongemma",
         None,
@@ -339,5 +424,11 @@ SAMPLES: dict[str, Sample] = {
     ),
     "minimax": Sample(
         "minimax_m2", "minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", Said("", "Hm.", BOTH[:1]), inside=True
+    ),
+    "minimax, no quotes": Sample(
+        "minimax_m2",
+        None,
+        "<minimax:tool_call><invoke name=weather><parameter name='days'>2</parameter></invoke></minimax:tool_call>",
+        Said(calls=(("weather", '{"days": 2}'),)),
     ),
 }

@@ -113,7 +113,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         form = TOOL_PARSERS[name]
         folder = tmp_path_factory.mktemp(name)
         text = (FOLDER / "tokenizer.json").read_text(encoding="utf-8")
-        marks = dict.fromkeys(mark for mark in (*form.openers, *form.inside) if mark not in ("functools", "<function="))
+        plain_marks = ("functools", "<function=", '{"name"')
+        marks = dict.fromkeys(mark for mark in (*form.openers, *form.inside) if mark not in plain_marks)
         if "<|action_start|><|plugin|>" in marks:
             marks = dict.fromkeys(["<|action_start|>", "<|plugin|>", "<|action_end|>"])
         if any("｜DSML｜" in mark for mark in marks):
