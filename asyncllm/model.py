@@ -2,8 +2,51 @@
 
 from __future__ import annotations
 
-from asyncllm.config import ChatTemplateConfig
-from asyncllm.text.composed_template import BaseChatTemplate
-from asyncllm.text.templates import MODELS
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
 
-__all__ = ["MODELS", "BaseChatTemplate", "ChatTemplateConfig"]
+from asyncllm.config import ChatTemplateConfig
+from asyncllm.locate import locate
+from asyncllm.text import templates
+from asyncllm.text.chat_template import CHECKPOINT, ChatTemplate
+from asyncllm.text.composed_template import BaseChatTemplate
+from asyncllm.types import Message
+
+__all__ = ["MODELS", "BaseChatTemplate", "ChatTemplateConfig", "CheckpointTemplate"]
+
+
+class CheckpointTemplate:
+    """A checkpoint's own chat template, LMDeploy's `MODELS.get("hf")(model_path)`."""
+
+    def __init__(self, model_path: str | PathLike[str], *, trust_remote_code: bool = False) -> None:
+        """`model_path`: a folder, the name of a bundled model, or a model id of the hub. `trust_remote_code` has no
+        effect: no code of a checkpoint is run. Raises ModelNotFound, and InvalidCheckpoint if it has no template."""
+        self._template = ChatTemplate.open(locate(model_path), ChatTemplateConfig(model_name=CHECKPOINT))
+        self.stop_words = list(self._template.stop_words)
+
+    def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:
+        """Return one user turn and the beginning of the answer. `sequence_start=False`: it follows earlier turns."""
+        return self._template.get_prompt(prompt, sequence_start)
+
+    def messages2prompt(self, messages: str | Sequence[Message], sequence_start: bool = True, **variables: Any) -> str:
+        """Return the prompt of a conversation. `variables`: the template's, such as tools and enable_thinking.
+
+        Raises InvalidMessage for malformed messages, InvalidParameter for variables that the template does not read.
+        """
+        if isinstance(messages, str) and not variables:
+            return self.get_prompt(messages, sequence_start)
+        if not sequence_start:
+            return self._template.messages2prompt(messages, False)
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self._template.render(conversation, variables=variables)
+
+
+class _Models(templates.Registry):
+    """The registry as programs see it: with the class that reads a checkpoint's own template."""
+
+    def get(self, name: str) -> type[Any] | None:
+        return super().get(name) or (CheckpointTemplate if name == CHECKPOINT else None)
+
+
+MODELS = _Models(templates.MODELS.users)

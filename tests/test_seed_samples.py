@@ -73,7 +73,7 @@ def test_registered_template_sample(run: Runner) -> None:
         text = names["pipe"].tokenizer.decode(prompt, skip_special_tokens=False)
         assert text.startswith("<|im_start|>system\nYou are a robot developed by ")
     finally:
-        MODELS._users.pop("customized_model", None)
+        MODELS.users.pop("customized_model", None)
 
 
 def test_json_template_sample(tmp_path: Path, tiny_checkpoint: Path) -> None:

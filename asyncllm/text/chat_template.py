@@ -22,6 +22,7 @@ from asyncllm.errors import (
     short,
 )
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
+from asyncllm.text.composed_template import FILLED, uncomposed
 from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.text.part_contents import PartContents, with_own_places, written_for_media
@@ -37,9 +38,6 @@ PROBE = "[an answer]"
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables that switch thinking in Qwen's and DeepSeek's templates. A template without them never thinks, so False is
 always satisfied."""
-FILL = "<FILL>"
-"""The position in a prompt that Code Llama fills in."""
-
 CHECKPOINT = "hf"
 """LMDeploy's name for the checkpoint's own template."""
 
@@ -198,8 +196,7 @@ class ChatTemplate:
         for field in ("meta_instruction", "capability", "stop_words"):
             if getattr(config, field) is not None:
                 overrides[field] = getattr(config, field)
-        known = MODELS.get(name) is not None
-        template = MODELS.build(name if known else "base", overrides)
+        template = MODELS.build(name, overrides)
         stop_words = getattr(template, "stop_words", None) or ()
         if "capability" not in overrides:
             config = msgspec.structs.replace(config, capability=getattr(template, "capability", None) or "chat")
@@ -211,7 +208,7 @@ class ChatTemplate:
         if config.stop_words is not None:
             stop_words = config.stop_words
         elif capability == "infilling":
-            stop_words = ["<EOT>", "\u2581<EOT>"]  # As text, and as the special token in most checkpoints.
+            stop_words = [FILLED, f"\u2581{FILLED}"]  # As text, and as the special token in most checkpoints.
         elif capability != "chat":
             stop_words = []
         return cls(name, renderer, capability=capability, stop_words=[word for word in stop_words if word])
@@ -249,16 +246,12 @@ class ChatTemplate:
                 f"{checked[-1]['role']}'s. Leave it out, or end with the beginning of the answer.",
                 "continue_final_message",
             )
-        match self.capability:
-            case "chat":
-                ending: Ending = "answer" if add_generation_prompt else "closed"
-                if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
-                    ending = "continued"
-                return self.renderer.render(checked, ending, self._telling(variables or {}))
-            case "infilling":
-                return _infill(checked[-1]["content"] or "")
-            case _:
-                return checked_prompt("".join(message["content"] or "" for message in checked))
+        if self.capability != "chat":
+            return uncomposed(checked, self.capability)
+        ending: Ending = "answer" if add_generation_prompt else "closed"
+        if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
+            ending = "continued"
+        return self.renderer.render(checked, ending, self._telling(variables or {}))
 
     def _telling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables without neutral values that the template does not know."""
@@ -494,14 +487,3 @@ def _jinja(folder: Path, config: ChatTemplateConfig) -> JinjaTemplate | None:
             f"jinja, or chat_template in tokenizer_config.json). Give a folder that has one."
         )
     return template
-
-
-def _infill(prompt: str) -> str:
-    """Return Code Llama's infilling prompt, prefix first (arXiv 2308.12950, section 2.3)."""
-    prefix, mark, suffix = prompt.partition(FILL)
-    if not mark or FILL in suffix:
-        raise InvalidMessage(
-            f"With the capability 'infilling' a prompt holds {FILL} exactly once, where text is to be filled in; this "
-            f"one holds it {prompt.count(FILL)} times."
-        )
-    return f"<PRE> {prefix} <SUF>{suffix} <MID>"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
-from asyncllm.errors import UnsupportedFeature
+from asyncllm.config import Capability
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 from asyncllm.text.image_marks import IMAGE_MARK
 from asyncllm.text.messages import checked_messages, checked_prompt
 from asyncllm.types import Message
 
-__all__ = ["BaseChatTemplate"]
+__all__ = ["FILLED", "BaseChatTemplate", "uncomposed"]
 
 ROUND = "{round}"
 """In `user`, stands for the number of the user's turn, from 1."""
+FILL = "<FILL>"
+"""The position in a prompt that Code Llama fills in."""
+FILLED = "<EOT>"
+"""Ends the text that Code Llama fills in."""
 
 
 class BaseChatTemplate:
@@ -22,6 +27,7 @@ class BaseChatTemplate:
     It is the base of the built-in templates and of templates that users register. Parts are public attributes:
 
     - `meta_instruction`: the system text of a conversation that has none; None: no system part.
+    - `capability`: "chat", or what takes texts as they are ("completion", "python") or fills them in ("infilling").
     - `start`: the text that begins the sequence, for tokenizers that do not add it.
     - `user_after_system`: replaces `user` directly after the system part; None: `user`.
     - `generation_prompt`: replaces `assistant` at the end of a prompt; None: `assistant`.
@@ -32,7 +38,7 @@ class BaseChatTemplate:
     def __init__(
         self,
         system: str = "",
-        meta_instruction: str | None = None,
+        meta_instruction: str | None = "",
         eosys: str = "",
         user: str = "",
         eoh: str = "",
@@ -48,6 +54,10 @@ class BaseChatTemplate:
         images_first: bool = False,
         has_system: bool = True,
     ) -> None:
+        if capability not in get_args(Capability):
+            raise InvalidParameter(
+                f"capability is {short(capability)}. It is one of {', '.join(get_args(Capability))}.", "capability"
+            )
         self.system = system
         self.meta_instruction = meta_instruction
         self.eosys = eosys
@@ -57,7 +67,8 @@ class BaseChatTemplate:
         self.eoa = eoa
         self.separator = separator
         self.capability = capability
-        self.stop_words = list(stop_words or ())
+        ends = [FILLED] if stop_words is None and capability == "infilling" else stop_words
+        self.stop_words = None if ends is None else list(ends)
         self.start = start
         self.user_after_system = user_after_system
         self.generation_prompt = generation_prompt
@@ -86,6 +97,8 @@ class BaseChatTemplate:
         if isinstance(messages, str):
             return self.get_prompt(messages, sequence_start)
         checked = checked_messages(messages)
+        if self.capability != "chat":
+            return uncomposed(checked, self.capability)
         parts = [self.start if sequence_start else self.separator]
         after_system = False
         if sequence_start and self.meta_instruction is not None and checked[0]["role"] != "system":
@@ -115,6 +128,21 @@ class BaseChatTemplate:
                 return "".join(parts[:-2])
             parts.append(self.assistant if self.generation_prompt is None else self.generation_prompt)
         return "".join(parts)
+
+
+def uncomposed(messages: Sequence[Message], capability: str) -> str:
+    """Return the prompt of a template that does not chat: the contents one after the other, or for "infilling" Code
+    Llama's prompt for the last one, prefix first (arXiv 2308.12950, section 2.3). Raises InvalidMessage."""
+    if capability != "infilling":
+        return checked_prompt("".join(message["content"] or "" for message in messages))
+    prompt: str = messages[-1]["content"] or ""
+    prefix, mark, suffix = prompt.partition(FILL)
+    if not mark or FILL in suffix:
+        raise InvalidMessage(
+            f"With the capability 'infilling' a prompt holds {FILL} exactly once, where text is to be filled in; this "
+            f"one holds it {prompt.count(FILL)} times."
+        )
+    return f"<PRE> {prefix} <SUF>{suffix} <MID>"
 
 
 def _plain_text(message: dict[str, Any]) -> str:

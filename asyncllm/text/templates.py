@@ -6,6 +6,7 @@ Renderings and system texts are those that the models' authors published and tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from asyncllm.errors import InvalidParameter
@@ -365,6 +366,27 @@ BUILTIN: dict[str, dict[str, Any]] = {
 }
 """Name -> parts, as keyword arguments of BaseChatTemplate."""
 
+ALIASES: dict[str, str] = {
+    alias: name
+    for name, aliases in {
+        "base": "internlm-20b internlm2-1_8b internlm2-7b internlm2-20b baichuan-7b baichuan-base",
+        "internlm": "internlm-chat internlm-chat-7b internlm-chat-7b-8k internlm-chat-20b",
+        "internlm2": "internlm2-chat internlm2-chat-1_8b internlm2-chat-7b internlm2-chat-20b",
+        "internlm-xcomposer2": "internlm-xcomposer2-4khd",
+        "baichuan2": "baichuan2-7b",
+        "llama2": "llama-2 llama-2-chat",
+        "qwen": "qwen-7b qwen-14b",
+        "chatglm": "chatglm2-6b",
+        "solar": "solar-70b",
+        "yi": "yi-chat yi-200k yi-34b",
+        "mistral": "Mistral-7B-Instruct",
+        "mixtral": "Mixtral-8x7B-Instruct",
+        "deepseek": "deepseek-chat",
+    }.items()
+    for alias in aliases.split()
+}
+"""Names that templates had in LMDeploy up to 0.4 -> name."""
+
 ARCHITECTURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("InternLMForCausalLM", {}, "internlm"),
     ("InternLM2ForCausalLM", {}, "internlm2"),
@@ -441,8 +463,9 @@ beginning of a prompt."""
 class Registry:
     """Chat template classes by name: the built-in ones and those added by users."""
 
-    def __init__(self) -> None:
-        self._users: dict[str, type[Any]] = {}
+    def __init__(self, users: dict[str, type[Any]] | None = None) -> None:
+        self.users = {} if users is None else users
+        """Name -> class that a user has registered."""
 
     def register_module(
         self, name: str | Sequence[str] | None = None, force: bool = False, module: type[Any] | None = None
@@ -469,7 +492,7 @@ class Registry:
                     raise InvalidParameter(
                         f"There is a chat template {each!r} already. Choose another name, or pass force=True.", "name"
                     )
-                self._users[each] = template
+                self.users[each] = template
             return template
 
         if module is not None:
@@ -477,14 +500,14 @@ class Registry:
         return register
 
     def get(self, name: str) -> type[Any] | None:
-        """Return the class registered as `name`, BaseChatTemplate for a built-in name, None for an unknown one."""
-        return self._users.get(name) or (BaseChatTemplate if name in BUILTIN else None)
+        """Return the class of the template `name`, whose arguments replace its parts; None for an unknown name."""
+        own = ALIASES.get(name, name)
+        return self.users.get(name) or (_builtin(own) if own in BUILTIN else None)
 
     def build(self, name: str, overrides: dict[str, Any]) -> Any:
-        """Return the template `name` with some of its parts replaced. Raises InvalidParameter."""
-        template = self._users.get(name)
-        if template is None:
-            return BaseChatTemplate(**{**BUILTIN[name], **overrides})
+        """Return the template `name` with some of its parts replaced, or a new one of these. Raises
+        InvalidParameter."""
+        template = self.get(name) or BaseChatTemplate
         try:
             return template(**overrides)
         except TypeError as error:
@@ -494,8 +517,22 @@ class Registry:
             ) from error
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
-        return sorted({*BUILTIN, *self._users})
+        """Return all names but the aliases, sorted."""
+        return sorted({*BUILTIN, *self.users})
+
+
+@cache
+def _builtin(name: str) -> type[BaseChatTemplate]:
+    """Return the class of a built-in template."""
+
+    class Builtin(BaseChatTemplate):
+        def __init__(self, **parts: Any) -> None:
+            # As in LMDeploy, a system part of the caller's is written, though there be no text for it.
+            text = "" if parts.get("system") else None
+            super().__init__(**{"meta_instruction": text, **BUILTIN[name], **parts})
+
+    Builtin.__name__ = Builtin.__qualname__ = f"BaseChatTemplate[{name}]"
+    return Builtin
 
 
 MODELS = Registry()

@@ -14,8 +14,9 @@ import pytest
 from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig, GenerationConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedFeature, UnsupportedModel
 from asyncllm.locate import locate, locate_adapter
-from asyncllm.model import MODELS, BaseChatTemplate
+from asyncllm.model import BaseChatTemplate
 from asyncllm.pipeline import Pipeline
+from asyncllm.text.templates import MODELS
 from tests.server.serving import Served, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
@@ -41,7 +42,7 @@ class Registered(BaseChatTemplate):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODELS, "_users", dict(MODELS._users))
+    monkeypatch.setattr(MODELS, "users", dict(MODELS.users))
     MODELS.register_module("named", module=Registered)
 
 

@@ -22,14 +22,14 @@ from tests.text.conversations import JINJA, turns
 @pytest.fixture
 def registered() -> Iterator[Callable[[str, type[Any]], None]]:
     """Registers a class in MODELS for one test."""
-    before = dict(MODELS._users)
+    before = dict(MODELS.users)
 
     def register(name: str, template: type[Any]) -> None:
         MODELS.register_module(name=name, module=template)
 
     yield register
-    MODELS._users.clear()
-    MODELS._users.update(before)
+    MODELS.users.clear()
+    MODELS.users.update(before)
 
 
 @pytest.mark.parametrize(("config", "expected"), [

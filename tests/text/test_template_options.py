@@ -68,7 +68,7 @@ def test_a_users_class_is_not_asked_for_what_it_does_not_know(
         def messages2prompt(self, messages: Any, sequence_start: bool = True) -> str:
             return " + ".join(message["content"] for message in messages)
 
-    monkeypatch.setattr(MODELS, "_users", dict(MODELS._users))
+    monkeypatch.setattr(MODELS, "users", dict(MODELS.users))
     MODELS.register_module(name="plain", module=Plain)
     template = open_builtin(checkpoint, "plain")
     assert template.render(turns("U", "A")) == "U + A"

@@ -126,7 +126,7 @@ def test_renders_as_tabled(name: str) -> None:
     text, stop_words = TABLE[name]
     template = MODELS.build(name, {})
     assert template.messages2prompt(CONVERSATION) == text
-    assert template.stop_words == stop_words
+    assert template.stop_words == (stop_words or None)
 
 
 @pytest.mark.parametrize("name", sorted(set(TABLE) - {"chatglm"}))

@@ -227,7 +227,7 @@ def test_sample_runs(name: str) -> None:
             assert answer.generate_token_len > 0
             assert name in BLIND or answer.text == "I see 1 red circle, 1 blue circle and 1 blue square."
     finally:
-        MODELS._users.pop("awesome", None)
+        MODELS.users.pop("awesome", None)
         if "pipe" in names:
             names["pipe"].close()
 
