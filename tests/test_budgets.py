@@ -38,7 +38,6 @@ REASONS = {
     ("acting classes", "protocol.py"): "all that engine and agent say to each other, on one page",
     ("lines of a function", "models/config.py:_rope"): "the kinds of rotary scaling, one after the other",
     ("imported files", "models/vision_language.py"): "the table of all families with images",
-    ("imported files", "vl/processor.py"): "the table of all preparations of images",
     ("imported files", "server/routes.py"): "the table of all routes",
     ("nested blocks", "engine/requests/batches.py:interleave"): "all answers end with the reader, each with its own",
     ("nested blocks", "models/stream.py:_receive"): "one loop keeps readers, buffers and the device busy",

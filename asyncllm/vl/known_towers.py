@@ -18,6 +18,7 @@ __all__ = [
     "ocr_tile",
     "phi4_tower",
     "tower_fields",
+    "tower_of",
     "tower_settings",
     "xcomposer_kind",
     "xcomposer_tower",
@@ -106,6 +107,13 @@ _SIGLIP = {
     "patch_size": 16,
     "hidden_act": "gelu",
 }
+
+
+def tower_of(fields: Mapping[str, Any], usual: str = "siglip_vision_model") -> dict[str, Any]:
+    """Return `vision_config`, completed with transformers' default sizes. `usual`: the default model type."""
+    vision = {key: value for key, value in (fields.get("vision_config") or {}).items() if value is not None}
+    patch = 32 if vision.get("model_type", usual) == "clip_vision_model" else 16
+    return {"image_size": 224, "patch_size": patch, **vision}
 
 
 def multi_modality_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:

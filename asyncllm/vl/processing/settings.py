@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,12 +10,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
+from asyncllm.prompt_image import ImageProcessor
 from asyncllm.vl.processing.pictures import Pixels
 
-__all__ = ["PictureSettings"]
+__all__ = ["HALVES", "Fields", "PictureSettings", "Preparation"]
+
+Fields = Mapping[str, Any]
+Preparation = Callable[[Fields, Fields, str], ImageProcessor]
+"""Function of the entries of config.json, those of preprocessor_config.json and the path of the latter -> the image
+preparation of a checkpoint. Raises InvalidCheckpoint and UnsupportedModel, or what wrong entries cause."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALVES = (0.5, 0.5, 0.5)
 
 
 class PictureSettings:

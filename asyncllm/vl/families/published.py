@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,13 @@ from asyncllm.vl.processing.minicpm_v import MiniCpmVProcessor
 from asyncllm.vl.processing.molmo import MolmoProcessor, crop_grid
 from asyncllm.vl.processing.phi4 import Phi4Processor
 from asyncllm.vl.processing.qwen import FlatProcessor
-from asyncllm.vl.processing.settings import PictureSettings
+from asyncllm.vl.processing.settings import HALVES, Fields, PictureSettings, Preparation
 from asyncllm.vl.processing.squeezed import SqueezedProcessor
 
-__all__ = ["ALSO_TEXT", "PUBLISHED", "UNSAID"]
-
-_Fields = Mapping[str, Any]
-
-HALVES = (0.5, 0.5, 0.5)
+__all__ = ["ALSO_TEXT", "FAMILIES", "UNSAID"]
 
 
-def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _deepseek_vl2(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision, joined = fields.get("vision_config") or {}, fields.get("projector_config") or {}
     shapes: Any = settings.get("candidate_resolutions")
     side = vision.get("image_size", 384)
@@ -60,7 +56,7 @@ def _deepseek_vl2(fields: _Fields, settings: _Fields, where: str) -> ImageProces
     )
 
 
-def _deepseek_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _deepseek_ocr(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json: vision_config")
     return DeepseekOcrProcessor(
@@ -73,13 +69,13 @@ def _deepseek_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProces
     )
 
 
-def _dots_ocr(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _dots_ocr(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     read = PictureSettings({"min_pixels": 3136, "max_pixels": 11289600, **settings}, where)
     token_id = token_id_of(fields, "image_token_id", 151665)
     return FlatProcessor(read, token_id=token_id, placeholder="<|img|><|imgpad|><|endofimg|>")
 
 
-def _glm4v_9b(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _glm4v_9b(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = {"patch_size": 14, **fields["vision_config"]}
     return SqueezedProcessor(
         PictureSettings(settings, where),
@@ -91,7 +87,7 @@ def _glm4v_9b(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _cogvlm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _cogvlm(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = {"patch_size": 14, **(fields.get("vision_config") or {})}
     fold = 1 if fields.get("num_multi_query_heads") is None else 2
     token_id = token_id_of(fields, "pad_token_id", 0)
@@ -106,7 +102,7 @@ def _cogvlm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _xcomposer2(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     kind = xcomposer_kind(folder)
     tower = xcomposer_tower(fields, kind)
@@ -125,7 +121,7 @@ def _xcomposer2(fields: _Fields, settings: _Fields, where: str) -> ImageProcesso
     return XComposer25Processor(read, tokens=patches // 2, max_tiles=24, few_tiles=6, **same)
 
 
-def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _kimi_vl(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     read = PictureSettings(settings, where, mean=HALVES, std=HALVES)
     if settings.get("pad_input", False) is not True:
         raise UnsupportedModel(f"{where}: pad_input is not true, and cut images are not implemented.")
@@ -134,7 +130,7 @@ def _kimi_vl(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     return KimiVlProcessor(read, token_id=token_id, max_patches=max_patches, **_moonvit(fields))
 
 
-def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _kimi_k25(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     # The authors' file nests the settings in an object.
     own = settings.get("media_proc_cfg") or {}
     names = {"max_patches": "in_patch_limit", "longest": "patch_limit_on_one_side"}
@@ -152,7 +148,7 @@ def _kimi_k25(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _moonvit(fields: _Fields) -> dict[str, int]:
+def _moonvit(fields: Fields) -> dict[str, int]:
     """Return the side of a patch in pixels and that of a square, which becomes a token, in patches."""
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json")
     merge = vision.fields.get("merge_kernel_size", [2, 2])
@@ -162,7 +158,7 @@ def _moonvit(fields: _Fields) -> dict[str, int]:
     }
 
 
-def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _minicpm_v(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     half = [0.5, 0.5, 0.5]
     colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
     read = PictureSettings({**settings, **colours}, where)
@@ -174,7 +170,7 @@ def _minicpm_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor
     )
 
 
-def _qwen_visual(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _qwen_visual(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = fields["visual"]
     begin = token_id_of(vision, "image_start_id", 151857)
     return SqueezedProcessor(
@@ -187,7 +183,7 @@ def _qwen_visual(fields: _Fields, settings: _Fields, where: str) -> ImageProcess
     )
 
 
-def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _mgm(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     folder, name = Path(where).parent, fields.get("mm_vision_tower")
     tower, own = tower_fields(folder, name), settings or tower_settings(folder, name)
     config = PictureSettings(fields, "config.json")
@@ -204,7 +200,7 @@ def _mgm(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _molmo(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _molmo(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     read = PictureSettings(settings, where, resample=Image.Resampling.BILINEAR)
     return MolmoProcessor(
@@ -216,7 +212,7 @@ def _molmo(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _phi3_v(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     folder = Path(where).parent
     tokenizer = read_json_object(folder / "tokenizer_config.json")
     vision = tower_fields(folder, (fields.get("img_processor") or {}).get("model_name"))
@@ -234,7 +230,7 @@ def _phi3_v(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
     )
 
 
-def _phi4(fields: _Fields, settings: _Fields, where: str) -> ImageProcessor:
+def _phi4(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     tower = phi4_tower(fields)
     token_id = token_id_of(tower, "image_token_id", 200010)
     texts = {int(number): text for text, number in added_tokens(Path(where).parent).items()}
@@ -261,7 +257,7 @@ def is_grid(shapes: Any, side: int) -> bool:
     )
 
 
-PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
+FAMILIES: Mapping[str, Preparation] = {
     "ChatGLMForConditionalGeneration": _glm4v_9b,
     "ChatGLMModel": _glm4v_9b,
     "CogVLMForCausalLM": _cogvlm,
@@ -281,8 +277,6 @@ PUBLISHED: Mapping[str, Callable[[_Fields, _Fields, str], ImageProcessor]] = {
     "Phi4MultimodalForCausalLM": _phi4,
     "QWenLMHeadModel": _qwen_visual,
 }
-"""Class in config.json -> function of the entries of config.json, those of preprocessor_config.json, and the path of
-the latter."""
 
 ALSO_TEXT: Mapping[str, str] = {
     "ChatGLMForConditionalGeneration": "vision_config",
