@@ -16,6 +16,8 @@ def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[di
     """Return `system` and `messages` as chat messages. Raises ApiError for blocks other than text, images, tools and
     reasoning."""
     result: list[Message] = []
+    if isinstance(system, list):
+        system = [block for block in system if not _is_billing(block)]
     if system:
         result.append({"role": "system", "content": _text(system, "system")})
     for index, message in enumerate(messages):
@@ -32,6 +34,13 @@ def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[di
             case _:
                 raise _refused(f"{where} has the role {str(role)[:64]!r}. It is user, assistant or system.")
     return result
+
+
+def _is_billing(block: Any) -> bool:
+    """Return whether a block is Claude Code's line for the provider's records, which differs in each request. In a
+    prompt it would keep a prefix cache from being used."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
 
 
 def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:

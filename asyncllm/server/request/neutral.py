@@ -38,6 +38,8 @@ _IN_COMPLETIONS = "The route does not implement it. Leave it out, or use /v1/com
 _MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
+_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""What Claude Code sends: the prompt keeps all reasoning."""
 _SPACES = "The tokenizer's own rule decides on spaces between special tokens, as with transformers' fast tokenizers."
 
 NEUTRAL: Mapping[str, Neutral] = {
@@ -66,7 +68,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "background": Neutral("OpenAI", (False,), _WAITS),
     "background_options": Neutral("OpenAI", (), _WAITS),
     "conversation": Neutral("OpenAI", (), "Send previous_response_id to /v1/responses, or the messages themselves."),
-    "context_management": Neutral("OpenAI", ([],), _TRUNCATED),
+    "context_management": Neutral("OpenAI, Anthropic", ([], {"edits": []}, _ALL_THINKING), _TRUNCATED),
     "truncation": Neutral("OpenAI", ("disabled",), _TRUNCATED),
     "prompt": Neutral("OpenAI", (), "The route takes messages or input. No prompts are kept here."),
     "image": Neutral("OpenAI", (), _ANSWERS),

@@ -8,7 +8,7 @@ import msgspec
 
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["Structured", "StructuredOutputs", "response_format_of"]
+__all__ = ["Structured", "StructuredOutputs", "only_format", "response_format_of"]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,31 +48,40 @@ class Structured(Protocol):
 
 def response_format_of(body: Structured) -> dict[str, Any] | None:
     """Return the one of these fields that is set, as a `response_format`. Raises ApiError for two of them."""
-    inner = body.structured_outputs or StructuredOutputs()
-    schema, regex, choice, grammar = "json_schema", "regex", "choice", "grammar"
-    found = [
-        (name, {"type": kind, kind: value})
-        for name, kind, value in (
-            ("guided_json", schema, _wrapped(body.guided_json)),
-            ("json_schema", schema, _wrapped(body.json_schema)),
-            ("structured_outputs", schema, _wrapped(inner.json)),
-            ("guided_regex", regex, body.guided_regex),
-            ("regex", regex, body.regex),
-            ("structured_outputs", regex, inner.regex),
-            ("guided_choice", choice, body.guided_choice),
-            ("structured_outputs", choice, inner.choice),
-            ("guided_grammar", grammar, body.guided_grammar),
-            ("ebnf", grammar, body.ebnf),
-            ("grammar", grammar, body.grammar),
-            ("structured_outputs", grammar, inner.grammar),
-        )
-        if value is not None and value != ""
-    ]
-    if inner.json_object:
-        found.append(("structured_outputs", {"type": "json_object"}))
-    white_space, asked_by = _white_space(body, inner)
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        found.append(("response_format", body.response_format))
+    fields = (
+        ("guided_json", "json_schema", _wrapped(body.guided_json)),
+        ("json_schema", "json_schema", _wrapped(body.json_schema)),
+        ("guided_regex", "regex", body.guided_regex),
+        ("regex", "regex", body.regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+        ("ebnf", "grammar", body.ebnf),
+        ("grammar", "grammar", body.grammar),
+    )
+    return only_format(
+        body.structured_outputs,
+        *[(name, _format(kind, value)) for name, kind, value in fields],
+        ("response_format", body.response_format),
+        white_space=body.guided_whitespace_pattern,
+    )
+
+
+def only_format(
+    outputs: StructuredOutputs | None,
+    *fields: tuple[str, dict[str, Any] | None],
+    white_space: str | None = None,
+) -> dict[str, Any] | None:
+    """Return the one form that `outputs` or a field asks for, as a `response_format`. Raises ApiError for two of them.
+
+    `fields`: name and form; None or the type text: none. `white_space`: guided_whitespace_pattern.
+    """
+    inner = outputs or StructuredOutputs()
+    asked_for = (("json_schema", _wrapped(inner.json)), ("regex", inner.regex), ("choice", inner.choice))
+    forms = [_format(kind, value) for kind, value in (*asked_for, ("grammar", inner.grammar))]
+    forms.append({"type": "json_object"} if inner.json_object else None)
+    every = [*(("structured_outputs", form) for form in forms), *fields]
+    found = [(name, form) for name, form in every if form is not None and form.get("type") != "text"]
+    white_space, asked_by = _white_space(white_space, inner)
     if len(found) > 1:
         names = " and ".join(f"{name} ({asked['type']})" for name, asked in found)
         raise ApiError(
@@ -92,13 +101,17 @@ def response_format_of(body: Structured) -> dict[str, Any] | None:
     return {"whitespace_pattern": white_space, **asked}
 
 
-def _white_space(body: Structured, inner: StructuredOutputs) -> tuple[str | None, str]:
+def _white_space(guided: str | None, inner: StructuredOutputs) -> tuple[str | None, str]:
     """Return the expression of white space between JSON's tokens, if given, and the field that gives it."""
     if inner.disable_any_whitespace:
         return "", "structured_outputs"
     if inner.whitespace_pattern is not None:
         return inner.whitespace_pattern, "structured_outputs"
-    return body.guided_whitespace_pattern, "guided_whitespace_pattern"
+    return guided, "guided_whitespace_pattern"
+
+
+def _format(kind: str, value: Any) -> dict[str, Any] | None:
+    return None if value is None or value == "" else {"type": kind, kind: value}
 
 
 def _wrapped(schema: dict[str, Any] | str | None) -> dict[str, Any] | None:

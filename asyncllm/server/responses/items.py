@@ -46,6 +46,9 @@ def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
                     f"{where} is of type {str(kind)[:64]!r}. Supported types: message, reasoning, function_call, "
                     f"function_call_output."
                 )
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # reasoning alone, of a response that was cut off
     return messages
 
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncllm.config import MAX_LOGPROBS, RequestKeywords
+from asyncllm.config import MAX_LOGPROBS, FrequencyPenalty, LogitBias, PresencePenalty, RequestKeywords
 from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
+from asyncllm.server.request.structure import StructuredOutputs, only_format
 
 __all__ = [
     "InputTokensRequest",
@@ -89,6 +90,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     max_output_tokens: NewTokens | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    logit_bias: LogitBias | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's: a form other than those of text.format."""
     include: list[str] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of most likely tokens sent with each token. Needs message.output_text.logprobs in `include`."""
@@ -140,8 +146,8 @@ def logprobs_of(body: ResponsesRequest) -> int | None:
 
 
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Return the form of the answer as a `response_format`."""
-    return None if body.text is None else body.text.format
+    """Return the form of the answer as a `response_format`. Raises ApiError for two of them."""
+    return only_format(body.structured_outputs, ("text.format", None if body.text is None else body.text.format))
 
 
 def functions_among(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:

@@ -207,6 +207,18 @@ def test_images_are_parts_of_a_message() -> None:
     assert result == {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "Seen"}, images[0]]}
 
 
+async def test_what_claude_code_sends_beside_its_prompt_changes_nothing() -> None:
+    system: Any = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=abc;"}]
+    keep_all = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    async with serving(FakeEngine("Hi")) as served, client_of(served) as client:
+        asked: Any = {"model": "fake", "messages": HI, "max_tokens": 9}
+        plain = await client.messages.create(**asked)
+        found = await client.messages.create(**asked, system=system, extra_body={"context_management": keep_all})
+    assert messages_of(system, HI) == messages_of(None, HI)
+    assert messages_of([*system, {"type": "text", "text": "Be brief."}], [])[0]["content"] == "Be brief."
+    assert found.usage == plain.usage
+
+
 async def test_a_failure_in_mid_stream_is_an_error_event() -> None:
     async with serving(FakeEngine("Hi there", fail_at=4)) as served, client_of(served) as client:
         with pytest.raises(anthropic.APIStatusError):

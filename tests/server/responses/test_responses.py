@@ -264,6 +264,34 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
     assert events[-1]["response"]["error"]["message"]
 
 
+def test_reasoning_alone_is_a_message_without_text() -> None:
+    thought: Any = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    question: Any = {"role": "user", "content": "Hi"}
+    alone = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert messages_of([question, thought, question]) == [question, alone, question]
+    assert messages_of([question, thought])[1] == alone
+
+
+async def test_penalties_and_further_forms_of_answers_are_those_of_chats() -> None:
+    async with serving(AsyncEngine("tiny-chat", EngineConfig(num_gpu_blocks=16))) as served, served.openai() as client:
+
+        async def answer(**fields: Any) -> str:
+            response = await client.responses.create(
+                model="tiny-chat", input="What is 17 + 25?", temperature=0, max_output_tokens=12, extra_body=fields
+            )
+            return response.output_text
+
+        chosen = await answer(structured_outputs={"choice": ["red", "blue"]})
+        plain, biased = await answer(), await answer(logit_bias={"48": -100})
+        await answer(presence_penalty=0.5, frequency_penalty=0.5)
+        both = {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}
+        with pytest.raises(openai.BadRequestError, match="at once"):
+            await answer(**both)
+    assert chosen in ("red", "blue")
+    assert plain.startswith("17")
+    assert not biased.startswith("1")
+
+
 def test_images_are_parts_of_a_message() -> None:
     content = [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": "data:x", "detail": "low"}]
     (message,) = messages_of([{"role": "user", "content": content}])
