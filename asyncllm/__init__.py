@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from asyncllm.http_client.api_client import APIClient
-    from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.tokenizer import Tokenizer
     from asyncllm.types import Chunk, Embedding, FinishReason, Message, Response, SequenceScores
 
 __version__ = "0.1.0"
@@ -114,7 +114,7 @@ _HOMES = {
     "EngineStats": "asyncllm.engine.stats",
     "Generation": "asyncllm.engine.requests.generation",
     "Session": "asyncllm.engine.requests.generation",
-    "Tokenizer": "asyncllm.text.tokenizer",
+    "Tokenizer": "asyncllm.tokenizer",
     **dict.fromkeys(("Chunk", "Embedding", "FinishReason", "Message", "Response", "SequenceScores"), "asyncllm.types"),
     **dict.fromkeys(
         (

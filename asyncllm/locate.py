@@ -58,7 +58,11 @@ logger = logging.getLogger(__name__)
 
 
 def locate(
-    model: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | Path | None = None
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    weights: bool = True,
 ) -> Path:
     """Return the folder of `model`, downloaded from the hub if needed. Blocks on disk and network.
 
@@ -69,6 +73,7 @@ def locate(
         model: name, folder or hub id.
         revision: branch, tag or commit of a hub model.
         download_dir: where downloads are kept; None is the hub's own cache.
+        weights: whether weights are downloaded too.
 
     Raises:
         InvalidParameter: `model` or `revision` is empty, `revision` is given for a model that is not on the hub, or the
@@ -108,6 +113,8 @@ def locate(
             f"and is neither. It was not looked up on the hub, because it is a path or not of the form 'owner/name'. "
             f"Check the spelling, or download the model first."
         )
+    if not weights:
+        return _checked(_download(name, revision, download_dir, less=("*.safetensors",)))
     folder = _checked(_download(name, revision, download_dir))
     for beside in (_adapter_folder(read_json_object(folder / "config.json")), pooling_folder(folder)):
         if beside and _download(name, revision, download_dir, inside=f"{beside}/") != folder:
@@ -179,14 +186,20 @@ def _advice(folder: Path) -> str:
 
 
 def _download(
-    name: str, revision: str | None, download_dir: str | Path | None, *, inside: str = "", more: tuple[str, ...] = ()
+    name: str,
+    revision: str | None,
+    download_dir: str | Path | None,
+    *,
+    inside: str = "",
+    more: tuple[str, ...] = (),
+    less: tuple[str, ...] = (),
 ) -> Path:
-    """Return the folder of a hub model, with the files that match `ALLOW_PATTERNS` or `more` at its top, or in the
-    folder `inside`, which ends in a slash. Raises ModelNotFound."""
+    """Return the folder of a hub model, with the files that match `ALLOW_PATTERNS` or `more`, and not `less`, at its
+    top, or in the folder `inside`, which ends in a slash. Raises ModelNotFound."""
     where = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
     download = _from_modelscope if _uses_modelscope() else _from_hugging_face
     allowed, ignored = (
-        [f"{inside}{pattern}" for pattern in each] for each in ((*ALLOW_PATTERNS, *more), IGNORE_PATTERNS)
+        [f"{inside}{pattern}" for pattern in each] for each in ((*ALLOW_PATTERNS, *more), (*IGNORE_PATTERNS, *less))
     )
     path = download(where, name, revision, download_dir, allowed, ignored)
     logger.info("%s is %s", name, path)

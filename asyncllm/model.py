@@ -22,7 +22,7 @@ class CheckpointTemplate:
     def __init__(self, model_path: str | PathLike[str], *, trust_remote_code: bool = False) -> None:
         """`model_path`: a folder, the name of a bundled model, or a model id of the hub. `trust_remote_code` has no
         effect: no code of a checkpoint is run. Raises ModelNotFound, and InvalidCheckpoint if it has no template."""
-        self._template = ChatTemplate.open(locate(model_path), ChatTemplateConfig(model_name=CHECKPOINT))
+        self._template = ChatTemplate.open(locate(model_path, weights=False), ChatTemplateConfig(model_name=CHECKPOINT))
         self.stop_words = list(self._template.stop_words)
 
     def get_prompt(self, prompt: str, sequence_start: bool = True) -> str:

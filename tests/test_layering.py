@@ -23,6 +23,7 @@ LEVELS = [
     {"errors", "config", "types", "prompt_image", "protocol", "event_loop", "shown"},
     {"kernels", "text"},
     {"locate"},
+    {"tokenizer"},
     {"distributed"},
     {"layers"},
     {"quant"},
@@ -47,14 +48,14 @@ ENGINE_OPENS_LAZILY = {
 }
 """What the engine imports of the levels with torch, inside a function only."""
 
-FACES = set[str]().union(*LEVELS[11:])
+FACES = set[str]().union(*LEVELS[12:])
 """Parts that see the package's public names and, apart from `testing`, no more of the engine."""
 
 INSTANCE_FIELDS = {"chat_template_config", "config", "model_name", "model_path"}
 OPEN_TO_FACES = {name for name in dir(AsyncEngine) if not name.startswith("_")} - {"running"} | INSTANCE_FIELDS
 """What they may ask of an engine: `running` gives its loop, for the engine's own tests."""
 
-ALLOWED_LEVELS = {"kernels": {"kernels"}, "engine": LEVELS[0] | {"text", "locate", "engine"}}
+ALLOWED_LEVELS = {"kernels": {"kernels"}, "engine": LEVELS[0] | {"text", "locate", "tokenizer", "engine"}}
 """Parts that see less than everything below them."""
 
 

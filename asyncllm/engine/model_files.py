@@ -19,6 +19,7 @@ from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.sentence_transformers import EmbeddingDefaults
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.tokenizer import Tokenizer as NamedTokenizer
 
 __all__ = ["ModelFiles"]
 
@@ -131,7 +132,7 @@ class ModelFiles:
                 f"are computed in one step. Give it {joint} or more.",
                 "max_prefill_token_num",
             )
-        self.tokenizer = self.tokenizer or Tokenizer.from_folder(self._folder)
+        self.tokenizer = self.tokenizer or NamedTokenizer(self._folder)
         if self.chat_template is None:
             self.chat_template = ChatTemplate.open(self._folder, self.template_config)
             self._template_folder = self._folder

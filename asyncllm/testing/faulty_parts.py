@@ -35,13 +35,16 @@ class FaultyTokenizer(Tokenizer):
     def encode(
         self,
         text: str,
-        *,
         add_bos: bool = True,
+        add_special_tokens: bool = True,
+        *,
         parse_special: bool = True,
         literal_spans: Items[tuple[int, int]] = (),
     ) -> list[int]:
         corrupted = self._plan.reach("tokenize", [text])
-        ids = super().encode(text, add_bos=add_bos, parse_special=parse_special, literal_spans=literal_spans)
+        ids = super().encode(
+            text, add_bos, add_special_tokens, parse_special=parse_special, literal_spans=literal_spans
+        )
         return ids if corrupted is None else [*ids, NO_TOKEN]
 
 

@@ -63,8 +63,8 @@ class Tokenizer:
         self.spellings = Spellings(model.spellings)
         """Finds the spellings of special tokens in a text."""
 
-    @classmethod
-    def from_folder(cls, path: Path) -> Tokenizer:
+    @staticmethod
+    def from_folder(path: Path) -> Tokenizer:
         """Read tokenizer.json if there is one, else a rank file or tokenizer.model, and the JSON files beside it.
 
         Raises ModelNotFound if there is no such folder, and InvalidCheckpoint if the tokenizer is missing or damaged.
@@ -75,21 +75,28 @@ class Tokenizer:
         settings = TokenSettings.read(path)
         model = _open_model(path, settings)
         bos = model.prefix[0] if len(model.prefix) == 1 else settings.bos_token_id(model.token_id)
-        return cls(model, bos_token_id=bos, eos_token_ids=settings.eos_token_ids(model.token_id))
+        return Tokenizer(model, bos_token_id=bos, eos_token_ids=settings.eos_token_ids(model.token_id))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first id that ends an answer."""
+        return next(iter(self.eos_token_ids), None)
 
     def encode(
         self,
         text: str,
-        *,
         add_bos: bool = True,
+        add_special_tokens: bool = True,
+        *,
         parse_special: bool = True,
         literal_spans: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
-        """Return the token ids of `text`. See `encode_batch`.
+        """Return the token ids of `text`. See `encode_batch`; without `add_special_tokens`, nothing is added either.
 
         `literal_spans` are (start, end) pairs in `text`, in ascending order. No special token overlaps them even if
         `parse_special` is set (`asyncllm.text.literals`). The text around them is encoded as usual.
         """
+        add_bos = add_bos and add_special_tokens
         if not literal_spans or not parse_special:
             return self.encode_batch([text], add_bos=add_bos, parse_special=parse_special)[0]
         _check_text(text)
@@ -120,11 +127,13 @@ class Tokenizer:
         prefix = list(self.model.prefix)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; ids outside the vocabulary have none. Incomplete characters become U+FFFD.
+    def decode(self, ids: Sequence[int], offset: int | None = None, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids` from the position `offset` on; ids outside the vocabulary have none. Incomplete
+        characters become U+FFFD.
 
         Raises InvalidParameter unless `ids` are non-negative ints.
         """
+        ids = ids[offset:] if offset else ids
         for id_ in ids:
             if not isinstance(id_, int) or id_ < 0:
                 raise InvalidParameter(f"{id_!r} is not a token id. Token ids are non-negative ints.", "ids")
