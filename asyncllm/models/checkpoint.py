@@ -2,7 +2,7 @@
 
 The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data that
 the offsets count from (https://huggingface.co/docs/safetensors). Sharded checkpoints add `model.safetensors.index.json`
-with {"weight_map": {tensor name: file name}}. Nothing here opens a pickle.
+with {"weight_map": {tensor name: file name}}; without it, all files are shards. Nothing here opens a pickle.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Set
+import re
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,9 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSION = 2**63 - 1
 MAX_DIMENSIONS = 64
 """Maximum number of dimensions of a torch tensor."""
+
+_NUMBERED = re.compile(r".*?\d+(?P<shards>-of-(?P<count>\d+)\.safetensors)")
+"""Name of one of several files, such as model-00001-of-00003.safetensors."""
 
 COMPARED_ROWS = 4096
 """Number of rows of two tables compared at once: some 100 MB of float32 for the widest models."""
@@ -85,9 +90,10 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a model folder: one `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    """The tensors of a model folder: one `model.safetensors`, or the shards of `model.safetensors.index.json`, or else
+    all safetensors files but Mistral's own (`consolidated*`).
 
-    If a folder has both, the single file is read, as the hub's own readers do. Files are open only inside `read`.
+    The first of these that a folder has is read, as the hub's own readers do. Files are open only inside `read`.
     """
 
     def __init__(self, folder: Path, entries: Iterable[TensorEntry]) -> None:
@@ -111,6 +117,9 @@ class Checkpoint:
             return cls(folder, read_header(folder / WEIGHTS_NAME).values())
         if os.path.lexists(folder / INDEX_NAME):
             return cls(folder, _read_shards(folder))
+        loose = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+        if loose:
+            return cls(folder, _read_loose(loose))
         _refuse_folder(folder)
 
     @property
@@ -312,19 +321,15 @@ def _read_shards(folder: Path) -> list[TensorEntry]:
                     f"Download {short(shard)} into {folder}.",
                 )
             shards[shard] = read_header(folder / shard)
-    entries: dict[str, TensorEntry] = {}
-    for shard, tensors in shards.items():
-        for name, entry in tensors.items():
-            if name in entries:
-                _refuse(entry.file, f"holds tensor {short(name)}, which {entries[name].file.name} holds too")
-            # An index may omit tensors that its shard holds, such as rotary buffers, but not put them elsewhere.
-            if weight_map.get(name, shard) != shard:
-                _refuse(
-                    entry.file,
-                    f"holds tensor {short(name)}, which {INDEX_NAME} puts in {short(weight_map.get(name))}",
-                    "Download the index and the shards again, from the same revision.",
-                )
-            entries[name] = entry
+    entries = _joined(shards.values())
+    for name, entry in entries.items():
+        # An index may omit tensors that its shard holds, such as rotary buffers, but not put them elsewhere.
+        if weight_map.get(name, entry.file.name) != entry.file.name:
+            _refuse(
+                entry.file,
+                f"holds tensor {short(name)}, which {INDEX_NAME} puts in {short(weight_map.get(name))}",
+                "Download the index and the shards again, from the same revision.",
+            )
     for name, shard in weight_map.items():
         if name not in entries:
             _refuse(
@@ -335,16 +340,38 @@ def _read_shards(folder: Path) -> list[TensorEntry]:
     return list(entries.values())
 
 
+def _read_loose(files: Sequence[Path]) -> list[TensorEntry]:
+    """Return the tensors of all files. Raises InvalidCheckpoint, also if a file's name says that others are missing."""
+    numbered = {file: match for file in files if (match := _NUMBERED.fullmatch(file.name))}
+    present = Counter(match["shards"] for match in numbered.values())
+    for file, match in numbered.items():
+        if present[match["shards"]] < int(match["count"]):
+            _refuse(
+                file,
+                f"is one of {int(match['count'])} files by its name, and {present[match['shards']]} are here",
+                "Download the others.",
+            )
+    return list(_joined(map(read_header, files)).values())
+
+
+def _joined(shards: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for tensors in shards:
+        for name, entry in tensors.items():
+            other = entries.setdefault(name, entry)
+            if other is not entry:
+                _refuse(
+                    entry.file,
+                    f"holds tensor {short(name)}, which {other.file.name} holds too",
+                    f"Remove the file that does not belong to the model, or download all again with {INDEX_NAME}.",
+                )
+    return entries
+
+
 def _refuse_folder(folder: Path) -> NoReturn:
     names = sorted(path.name for path in folder.iterdir())
     foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES) and name != "training_args.bin"]
     whole = [name for name in names if name.endswith(".safetensors")]
-    loose = [name for name in whole if not name.startswith("consolidated")]
-    if loose:
-        raise InvalidCheckpoint(
-            f"{folder} holds {', '.join(loose[:5])} but neither {WEIGHTS_NAME} nor {INDEX_NAME}, which says what the "
-            f"files are. Download the index, or rename a single file to {WEIGHTS_NAME}."
-        )
     if foreign and all(name.endswith(".gguf") for name in foreign):
         raise InvalidCheckpoint(f"{folder} holds its weights as {', '.join(foreign[:5])}. {GGUF_ADVICE}")
     if foreign:
@@ -355,6 +382,6 @@ def _refuse_folder(folder: Path) -> NoReturn:
     if whole:
         raise InvalidCheckpoint(f"{folder} holds its weights as {', '.join(whole[:5])}. {MISTRAL_ADVICE}")
     raise InvalidCheckpoint(
-        f"{folder} holds no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}. Download the model's safetensors files; "
-        f"a model that comes only as .bin files is turned into safetensors with `asyncllm convert FOLDER`."
+        f"{folder} holds no weights: no {WEIGHTS_NAME} and no other safetensors file. Download the model's; a model "
+        f"that comes only as .bin files is turned into safetensors with `asyncllm convert FOLDER`."
     )

@@ -249,6 +249,32 @@ def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("names", [(FIRST, SECOND), ("a.safetensors", "b.safetensors"), ("model.fp16.safetensors",)])
+@pytest.mark.parametrize("other", [False, True])
+def test_all_files_are_read_without_an_index(tmp_path: Path, names: tuple[str, ...], other: bool) -> None:
+    """Mistral's own copy of the weights, under other names, is left out."""
+    for name, shard in zip(names, SHARDS.values(), strict=False):
+        (tmp_path / name).write_bytes(shard)
+    if other:
+        (tmp_path / "consolidated-00001-of-00009.safetensors").write_bytes(pack(GOOD))
+        (tmp_path / "consolidated.safetensors").write_bytes(b"x")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert {name: entry.file.name for name, entry in checkpoint.tensors.items()} == dict(zip("ab", names, strict=False))
+    assert len(dict(checkpoint.read())) == len(names)
+
+
+def test_files_without_an_index_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    (tmp_path / FIRST).write_bytes(SHARDS[FIRST])
+    with pytest.raises(InvalidCheckpoint, match=rf"{FIRST} is one of 2 files by its name, and 1 are here\. Download"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / SECOND).write_bytes(pack(GOOD))
+    with pytest.raises(InvalidCheckpoint, match=f"{SECOND} holds tensor 'a', which {FIRST} holds too. Remove the file"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / SECOND).write_bytes(b"x")
+    with pytest.raises(InvalidCheckpoint, match=f"{SECOND} has 1 bytes"):
+        Checkpoint.open(tmp_path)
+
+
 def write(*names: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         for name in names:
@@ -269,7 +295,6 @@ def write(*names: str) -> Callable[[Path], None]:
         (write("model.gguf"), ["model.gguf", "gguf_file", "asyncllm lite"]),
         (write("consolidated.safetensors"), ["consolidated.safetensors", "Mistral's own layout"]),
         (write("training_args.bin"), ["no weights"]),
-        (write("model-00001-of-00002.safetensors"), ["model-00001-of-00002.safetensors", INDEX]),
         (write("consolidated.safetensors", "pytorch_model.bin"), ["pytorch_model.bin", "asyncllm convert"]),
         (lambda folder: (folder / SINGLE).mkdir(), [SINGLE, "cannot be read"]),
         (lambda folder: (folder / INDEX).mkdir(), [INDEX, "cannot be read"]),
