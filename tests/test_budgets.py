@@ -62,7 +62,6 @@ SHORT = {
     "cli/__init__.py": "the command's entry point",
     "messages.py": "LMDeploy's import path",
     "pytorch.py": "LMDeploy's import path",
-    "serve/openai/api_client.py": "LMDeploy's import path",
     "serve/proxy/proxy.py": "LMDeploy's import path",
     "vl/constants.py": "LMDeploy's import path",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asyncllm.server.anthropic.messages import MessageObject, TokenCount, count_tokens, create_message
+from asyncllm.server.anthropic.models import ModelInfoList
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from asyncllm.server.docs.openapi import openapi_json
 from asyncllm.server.docs.page import docs
@@ -70,7 +71,7 @@ from asyncllm.server.ollama.requests import (
 from asyncllm.server.openai.chat import chat_completions
 from asyncllm.server.openai.completions import completions
 from asyncllm.server.openai.embeddings import embeddings
-from asyncllm.server.openai.models import list_models, show_model
+from asyncllm.server.openai.models import list_models, list_models_anthropic, show_model
 from asyncllm.server.openai.requests import (
     ChatRequest,
     ClassifyRequest,
@@ -348,6 +349,16 @@ ROUTES: tuple[Route, ...] = (
         answer=PerplexityResponse,
     ),
     Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
+    # LMDeploy's path, which needs no header.
+    Route(
+        method="GET",
+        path="/anthropic/v1/models",
+        handler=list_models_anthropic,
+        auth=Auth.KEY,
+        work=False,
+        answer=ModelInfoList,
+        errors="anthropic",
+    ),
     # A hub id contains a slash.
     Route(
         method="GET",

@@ -14,6 +14,7 @@ import pytest
 
 import asyncllm
 from asyncllm import APIClient, InvalidParameter, ServerError, ServerUnreachable
+from asyncllm.serve.openai.api_client import get_model_list
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -32,6 +33,14 @@ class TestAnswers:
     async def test_the_models(self) -> None:
         async with serving(FakeEngine()) as served:
             assert await call(served, lambda client: client.available_models) == ["fake"]
+
+    async def test_a_list_of_models_by_its_address(self) -> None:
+        async with serving(FakeEngine(), api_keys=["secret"]) as served:
+            url = f"{served.url}/v1/models"
+            names = await asyncio.to_thread(get_model_list, url, {"Authorization": "Bearer secret"})
+            assert names == ["fake"]
+            with pytest.raises(ServerError, match="key"):
+                await asyncio.to_thread(get_model_list, url)
 
     async def test_a_whole_chat_is_one_dict(self) -> None:
         async with serving(FakeEngine({"ping": "pong"})) as served:

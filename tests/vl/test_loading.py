@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from asyncllm import vl
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
-from asyncllm.vl import encode_image_base64, load_image
 from asyncllm.vl.loading import MAX_IMAGE_PIXELS
+from asyncllm.vl.utils import encode_image_base64, load_image
 from tests.vl.checkpoints import picture
 
 
@@ -194,3 +195,8 @@ def test_a_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InvalidMessage, match="cannot be fetched"):
         load_image("http://a b/x.png")
+
+
+def test_both_import_paths_of_lmdeploy() -> None:
+    assert vl.load_image is load_image
+    assert vl.encode_image_base64 is encode_image_base64

@@ -10,7 +10,7 @@ from asyncllm.server.http.routing import without_slashes
 from asyncllm.server.openai.responses import Model, ModelList, ModelPermission
 from asyncllm.server.service import Service, service_of
 
-__all__ = ["list_models", "show_model"]
+__all__ = ["list_models", "list_models_anthropic", "show_model"]
 
 
 def _model(service: Service, name: str) -> Model:
@@ -25,13 +25,22 @@ def _model(service: Service, name: str) -> Model:
     )
 
 
+def _names(service: Service) -> list[str]:
+    return [service.engine.model_name, *service.engine.adapters]
+
+
 async def list_models(request: web.Request) -> web.Response:
     """All models: the one the server was started with, then its adapters."""
-    service = service_of(request)
-    names = [service.engine.model_name, *service.engine.adapters]
     if asks_for_anthropic(request):
-        return json_response(list_of(service, names))
-    return json_response(ModelList(data=[_model(service, name) for name in names]))
+        return await list_models_anthropic(request)
+    service = service_of(request)
+    return json_response(ModelList(data=[_model(service, name) for name in _names(service)]))
+
+
+async def list_models_anthropic(request: web.Request) -> web.Response:
+    """All models in Anthropic's form."""
+    service = service_of(request)
+    return json_response(list_of(service, _names(service)))
 
 
 async def show_model(request: web.Request) -> web.Response:

@@ -265,3 +265,7 @@ async def test_models_are_listed_in_its_form() -> None:
                 await client.models.retrieve("other")
         _, plain = await served.get("/v1/models")
         assert plain["object"] == "list"
+        status, own = await served.get("/anthropic/v1/models")
+        assert status == 200
+        assert (own["first_id"], own["last_id"], own["has_more"]) == ("fake", "fake", False)
+        assert [(each["id"], each["type"]) for each in own["data"]] == [("fake", "model")]
