@@ -69,11 +69,11 @@ class Progress(Protocol):
     def fill(self, words: Any) -> None:
         """Write the bits of the tokens that may come next into an int32 array, 32 tokens per word, lowest bit first."""
 
-    def fill_by(self, words: Any) -> Any:
-        """Fill like `fill`, or return the llguidance matcher that has to write the bits before a call of `filled`."""
+    def begin_fill(self, words: Any) -> Any:
+        """Fill like `fill`, or return the llguidance matcher that has to write the bits before `finish_fill`."""
 
-    def filled(self, words: Any) -> None:
-        """Read the bits that the matcher of `fill_by` has written."""
+    def finish_fill(self, words: Any) -> None:
+        """Read the bits that the matcher of `begin_fill` has written."""
 
 
 class Grammar(Protocol):

@@ -170,10 +170,10 @@ class _AnyToken:
     def fill(self, words: Any) -> None:
         words[:] = -1
 
-    def fill_by(self, words: Any) -> None:
+    def begin_fill(self, words: Any) -> None:
         self.fill(words)
 
-    def filled(self, words: Any) -> None:
+    def finish_fill(self, words: Any) -> None:
         pass
 
 

@@ -244,7 +244,7 @@ FromRank = Ready | StepDone | CarriedOut | AdapterTaken | GrammarTaken | Pong
 def _pack(value: Any) -> Any:
     """Return the msgpack form of a result value that msgpack does not know."""
     if isinstance(value, AnswerGrammar):
-        return msgspec.msgpack.Ext(_GRAMMAR, msgspec.msgpack.encode(value.told()))
+        return msgspec.msgpack.Ext(_GRAMMAR, msgspec.msgpack.encode(value.reference()))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         values = value.detach().to("cpu", torch.float32).contiguous()

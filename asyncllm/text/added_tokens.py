@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from asyncllm.text.checkpoint_files import AddedToken
 
-__all__ = ["SPACE", "Place", "Spellings", "TokenFinder", "any_of", "led_by_space"]
+__all__ = ["SPACE", "FoundToken", "Spellings", "TokenFinder", "any_of", "led_by_space"]
 
 SPACE = "\u2581"
 """sentencepiece's character for a space."""
@@ -21,7 +21,7 @@ MAX_NESTING = 200
 _WHITE_SPACE = re.compile(r"\s*")
 
 
-class Place(NamedTuple):
+class FoundToken(NamedTuple):
     """The token `id` at text[start:end]."""
 
     start: int
@@ -44,8 +44,8 @@ class Spellings:
         size = len(text)
         for first in range(max(start, size - self._longest + 1), size):
             node: Any = self._trie
-            for place in range(first, size):
-                node = node.get(text[place])
+            for position in range(first, size):
+                node = node.get(text[position])
                 if node is None:
                     break
             else:
@@ -66,7 +66,7 @@ class TokenFinder:
         self._led = led
         self._pattern = any_of([*self._ids, *led])
 
-    def find(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Iterator[Place]:
+    def find(self, text: str, literal: Sequence[tuple[int, int]] = ()) -> Iterator[FoundToken]:
         """Yield the tokens in `text`, in order, including trailing white space that belongs to them. No special token
         overlaps any of the (start, end) pairs of `literal`, which are in ascending order."""
         start = last = number = 0
@@ -76,7 +76,7 @@ class TokenFinder:
                 number += 1
             bound = literal[number][0] if number < len(literal) else len(text)
             for end in range(match.end(), start, -1):
-                place = self._place(text, start, end, last)
+                place = self._token_at(text, start, end, last)
                 if place is not None and (place.id not in self._special or end <= bound):
                     if place.id in self._stripping:
                         place = place._replace(end=_WHITE_SPACE.match(text, place.end).end())  # type: ignore[union-attr]
@@ -86,18 +86,18 @@ class TokenFinder:
             else:
                 start += 1
 
-    def _place(self, text: str, start: int, end: int, last: int) -> Place | None:
+    def _token_at(self, text: str, start: int, end: int, last: int) -> FoundToken | None:
         """Return text[start:end] as a token. `last`: end of the previous token."""
         spelling = text[start:end]
         if spelling in self._ids:
             if spelling in self._single and (_is_word(text[start - 1 : start]) or _is_word(text[end : end + 1])):
                 return None
-            return Place(start, end, self._ids[spelling])
+            return FoundToken(start, end, self._ids[spelling])
         if spelling in self._led:
             if start > last and text[start - 1] == " ":
-                return Place(start - 1, end, self._led[spelling])
+                return FoundToken(start - 1, end, self._led[spelling])
             if start == last:
-                return Place(start, end, self._led[spelling])
+                return FoundToken(start, end, self._led[spelling])
         return None
 
 

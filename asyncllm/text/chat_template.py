@@ -251,9 +251,9 @@ class ChatTemplate:
         ending: Ending = "answer" if add_generation_prompt else "closed"
         if continue_final_message or (continue_final_message is None and answered and add_generation_prompt):
             ending = "continued"
-        return self.renderer.render(checked, ending, self._telling(variables or {}))
+        return self.renderer.render(checked, ending, self._effective_variables(variables or {}))
 
-    def _telling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def _effective_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables without neutral values that the template does not know."""
         known = self.variables
         return {

@@ -70,12 +70,14 @@ VIDEO_PARTS = ("video_url", "video")
 OPTIONS = frozenset({"detail", "max_dynamic_patch", "min_pixels", "max_pixels"})
 VIDEO_OPTIONS = frozenset({"fps", "num_frames", "min_pixels", "max_pixels"})
 """Keys of a part that describe its image, besides its source."""
-UNSAID = frozenset({"cache_control", "modalities", "uuid"})
+IGNORED_KEYS = frozenset({"cache_control", "modalities", "uuid"})
 """Keys of a part that have no effect here: Anthropic's, SGLang's and vLLM's."""
 _SOURCES = ("url", "data", "frames")
-_BESIDE = ("path", "base64")
-"""Keys of a source beside the type, if it is no URL."""
-PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_BESIDE, *OPTIONS, *VIDEO_OPTIONS, *UNSAID})
+_SOURCE_KEYS = ("path", "base64")
+"""Keys of a source that is not a URL, besides the type."""
+PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_SOURCE_KEYS}) | OPTIONS | VIDEO_OPTIONS | IGNORED_KEYS
+    {"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_SOURCE_KEYS, *OPTIONS, *VIDEO_OPTIONS, *IGNORED_KEYS}
+)
 """All keys of a part that is an image or a video."""
 
 _MARKS = frozenset(KINDS)
@@ -221,7 +223,7 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> ImageSource:
     # Options are next to the URL or next to the type.
     given = {**part, **inner}
     given = {key: each for key, each in given.items() if each is not None}
-    options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *_BESIDE, *UNSAID}}
+    options = {key: given[key] for key in given.keys() - {"type", kind, *_SOURCES, *_SOURCE_KEYS, *IGNORED_KEYS}}
     known = VIDEO_OPTIONS if is_video else OPTIONS
     unknown = sorted(map(str, options.keys() - known))
     if unknown:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
-from asyncllm.text.added_tokens import SPACE, Place
+from asyncllm.text.added_tokens import SPACE, FoundToken
 
 __all__ = ["LiteralPipeline"]
 
@@ -56,7 +56,7 @@ class LiteralPipeline:
         self._break = _unguessable()
         self._break_id = self._add(HubAddedToken(self._break, special=False, normalized=False))
 
-    def encode(self, text: str, places: Sequence[Place], literal: Sequence[tuple[int, int]]) -> list[int]:
+    def encode(self, text: str, places: Sequence[FoundToken], literal: Sequence[tuple[int, int]]) -> list[int]:
         """Return the token ids of a text. `places`: its special tokens, in order. `literal`: (start, end) pairs, in
         order, in which nothing is a special token."""
         ids, of_text = self._encode(text, places, (), self._stand_ins)
@@ -67,7 +67,7 @@ class LiteralPipeline:
         return ids
 
     def _encode(
-        self, text: str, places: Sequence[Place], breaks: Sequence[int], stand_ins: Mapping[int, str]
+        self, text: str, places: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> tuple[list[int], set[int]]:
         """Return token ids, and which of them came from plain text."""
         marked = "".join(self._marked(text, places, breaks, stand_ins))
@@ -86,10 +86,10 @@ class LiteralPipeline:
         return ids, of_text
 
     def _marked(
-        self, text: str, places: Sequence[Place], breaks: Sequence[int], stand_ins: Mapping[int, str]
+        self, text: str, places: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> Iterator[str]:
         """Yield the text with stand-ins and breaks."""
-        marks = sorted([*places, *(Place(place, place, -1) for place in breaks)])
+        marks = sorted([*places, *(FoundToken(place, place, -1) for place in breaks)])
         last = 0
         begins = True
         """Whether the pipeline prepends here."""

@@ -23,7 +23,7 @@ from asyncllm.types import Message
 __all__ = ["Literals"]
 
 NUMBER_DIGITS = 7
-OF_THE_FORMAT = frozenset({"role", "type"})
+FORMAT_KEYS = frozenset({"role", "type"})
 """Keys whose values a template compares with known ones. A role that no chat has is refused anyway."""
 
 
@@ -91,7 +91,7 @@ class Literals:
     def _marked(self, value: Any, key: object = None) -> Any:
         match value:
             case str():
-                if key in OF_THE_FORMAT:
+                if key in FORMAT_KEYS:
                     return value
                 return self._marked_arguments(value) if key == "arguments" else self.mark_text(value)
             case dict():

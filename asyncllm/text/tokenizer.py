@@ -9,7 +9,7 @@ from typing import Protocol
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, ModelNotFound
 from asyncllm.text.added_tokens import Spellings
 from asyncllm.text.checkpoint_files import TokenSettings
-from asyncllm.text.rank_file import find_rank_file
+from asyncllm.text.tiktoken_file import find_tiktoken_file
 from asyncllm.text.token_table import TokenTable
 
 __all__ = ["Tokenizer", "TokenizerModel"]
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
-        """Read tokenizer.json if there is one, else a rank file or tokenizer.model, and the JSON files beside it.
+        """Read tokenizer.json if there is one, else a tiktoken file or tokenizer.model, and the JSON files beside it.
 
         Raises ModelNotFound if there is no such folder, and InvalidCheckpoint if the tokenizer is missing or damaged.
         """
@@ -187,12 +187,12 @@ def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
         from asyncllm.text.tokenizer_json import TokenizerJson
 
         return TokenizerJson.open(path / "tokenizer.json", settings)
-    ranked = find_rank_file(path)
+    ranked = find_tiktoken_file(path)
     if ranked is not None:
-        from asyncllm.text.rank_pipeline import rank_pipeline
+        from asyncllm.text.tiktoken_pipeline import tiktoken_pipeline
         from asyncllm.text.tokenizer_json import TokenizerJson
 
-        return TokenizerJson(rank_pipeline(ranked, settings), ranked, settings)
+        return TokenizerJson(tiktoken_pipeline(ranked, settings), ranked, settings)
     tekken = path / "tekken.json"
     if tekken.exists() and not (path / "tokenizer.model").exists():
         from asyncllm.text.tekken_file import tekken_pipeline

@@ -13,7 +13,7 @@ from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage
-from asyncllm.text.added_tokens import SPACE, Place, TokenFinder, any_of, led_by_space
+from asyncllm.text.added_tokens import SPACE, FoundToken, TokenFinder, any_of, led_by_space
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
 from asyncllm.text.literal_pipeline import LiteralPipeline
 from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
@@ -76,7 +76,7 @@ class TokenizerJson:
                 return [
                     self._literal.encode(text, (), [place[:2] for place in self._special(text, ())]) for text in texts
                 ]
-            if self._lost is not None and any(self._lost.search(text) for text in texts):
+            if self._missed is not None and any(self._missed.search(text) for text in texts):
                 return [self.encode_literal(text, ()) for text in texts]
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
@@ -86,11 +86,11 @@ class TokenizerJson:
         token."""
         with _named_errors():
             places = self._special(text, literal)
-            if any(place.id in self._late for place in places):
-                places = self._found(text, places, literal)
+            if any(place.id in self._normalized_ids for place in places):
+                places = self._confirmed(text, places, literal)
             return self._literal.encode(text, places, literal)
 
-    def _special(self, text: str, literal: Sequence[tuple[int, int]]) -> list[Place]:
+    def _special(self, text: str, literal: Sequence[tuple[int, int]]) -> list[FoundToken]:
         return [place for place in self._finder.find(text, literal) if place.id in self.special_ids]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -115,10 +115,10 @@ class TokenizerJson:
         spaced = any(SPACE in token for token in self._tokenizer.encode("x x", add_special_tokens=False).tokens)
         led = led_by_space({token.content: id_ for id_, token in special.items()}) if spaced else {}
         self.spellings = (*named, *led)
-        self._late = frozenset(id_ for id_, token in special.items() if token.normalized)
+        self._normalized_ids = frozenset(id_ for id_, token in special.items() if token.normalized)
         """Ids of special tokens that are found in the normalized text."""
         lost = [text for text, id_ in led.items() if id_ not in self._tokenizer.encode(f"x {text} x").ids]
-        self._lost = any_of(lost) if lost else None
+        self._missed = any_of(lost) if lost else None
         """Spellings that name special tokens only after a space, and that the pipeline reads as plain text."""
         found = {
             id_: AddedToken(token.content, rstrip=token.rstrip, single_word=token.single_word)
@@ -127,9 +127,9 @@ class TokenizerJson:
         self._finder = TokenFinder(found, self.special_ids, led)
         self._literal = LiteralPipeline(self._tokenizer, special, {**named, **led}, frozenset(led.values()))
 
-    def _found(self, text: str, places: list[Place], literal: Sequence[tuple[int, int]]) -> list[Place]:
-        """Return the `places` where the pipeline finds a token too. It looks for normalized tokens, which may begin
-        with the space that it prepends to a text."""
+    def _confirmed(self, text: str, places: list[FoundToken], literal: Sequence[tuple[int, int]]) -> list[FoundToken]:
+        """Return those of `places` whose token the pipeline finds too, if it is a normalized one: it may begin with the
+        space that the pipeline prepends to a text."""
         parts, last = [], 0
         for start, end in literal:
             # A text of the same length in which no token is found.
@@ -140,10 +140,10 @@ class TokenizerJson:
         covered = {
             place
             for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)
-            if id_ in self._late
+            if id_ in self._normalized_ids
             for place in range(*offsets)
         }
-        return [place for place in places if place.id not in self._late or place.start in covered]
+        return [place for place in places if place.id not in self._normalized_ids or place.start in covered]
 
     def _frame(self, settings: TokenSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor puts before and after a text. tokenizer_config.json decides about the
@@ -159,8 +159,8 @@ class TokenizerJson:
 
     def _table(self) -> TokenTable | None:
         """Return the byte table; None if the decoder is of another kind or disagrees with it."""
-        steps = _steps(self._tokenizer)
-        rule = _rule(steps)
+        steps = _decoder_steps(self._tokenizer)
+        rule = _decoding_rule(steps)
         if rule is None:
             return None
         to_piece, leading = rule
@@ -187,14 +187,14 @@ class TokenizerJson:
         )
 
 
-def _with(token: int | None, ids: tuple[int, ...], wanted: bool | None) -> tuple[int, ...]:
-    """Return `ids`, or, according to `wanted`: True: the token if `ids` is empty; False: no token."""
-    if wanted is True and not ids and token is not None:
+def _with(token: int | None, ids: tuple[int, ...], add: bool | None) -> tuple[int, ...]:
+    """Return `ids`: with `token` if `add` is true and `ids` is empty, without it if `add` is false."""
+    if add is True and not ids and token is not None:
         return (token,)
-    return tuple(id_ for id_ in ids if id_ != token) if wanted is False else ids
+    return tuple(id_ for id_ in ids if id_ != token) if add is False else ids
 
 
-def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
+def _decoder_steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
     """Return the decoder as a flat list of its JSON descriptions."""
     if tokenizer.decoder is None:
         return []
@@ -202,7 +202,7 @@ def _steps(tokenizer: HubTokenizer) -> list[dict[str, Any]]:
     return list(description["decoders"]) if description["type"] == "Sequence" else [description]
 
 
-def _rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingSpace] | None:
+def _decoding_rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], LeadingSpace] | None:
     """Return how these decoder steps turn one token into bytes; None if tokens cannot be decoded one by one."""
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

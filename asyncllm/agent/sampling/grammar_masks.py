@@ -55,7 +55,7 @@ class GrammarMasks:
             self._helpers = LLExecutor(num_threads=self._num_threads)
         matchers = []
         for index, (progress, row) in enumerate(zip(progresses, words, strict=True)):
-            matcher = progress.fill_by(row)
+            matcher = progress.begin_fill(row)
             if matcher is not None:
                 matchers.append((matcher, index))
         if not matchers:
@@ -64,4 +64,4 @@ class GrammarMasks:
         self._helpers.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
         self._was_slow = time.perf_counter() - begun > SLOW_FILL_S
         for _, index in matchers:
-            progresses[index].filled(words[index])
+            progresses[index].finish_fill(words[index])

@@ -20,7 +20,7 @@ from asyncllm.types import Message
 
 __all__ = ["normalised"]
 
-UNSAID = frozenset(
+IGNORED_KEYS = frozenset(
     {"id", "annotations", "provider_specific_fields", "thinking_blocks", "reasoning_details", "cache_control"}
 )
 """Keys that are meaningless to a model: OpenAI's and vLLM's ids and citations, litellm's and OpenRouter's own
@@ -62,7 +62,7 @@ def _left_out(objects: list[dict[str, Any]], known: Collection[str], where: str)
 
 
 def _message(message: dict[str, Any]) -> Message:
-    kept = {key: value for key, value in message.items() if key not in UNSAID and (value or key not in EMPTY)}
+    kept = {key: value for key, value in message.items() if key not in IGNORED_KEYS and (value or key not in EMPTY)}
     role = kept.get("role")
     if isinstance(role, str):
         kept["role"] = ROLES.get(role, role)

@@ -35,13 +35,13 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-SLOW_MASK = 0.05
+MAX_FIRST_MASK_S = 0.05
 """Maximum CPU time of a grammar's first masks in seconds. A slower grammar is refused, since it would delay other
 rows."""
 
-TOO_SLOW = 0.005
-"""CPU time in seconds from which the mask of a running answer counts as slow. SLOW_MASKS of them end the answer."""
-SLOW_MASKS = 10
+SLOW_MASK_S = 0.005
+"""CPU time in seconds from which the mask of a running answer counts as slow. MAX_SLOW_MASKS of them end the answer."""
+MAX_SLOW_MASKS = 10
 
 MAX_MESSAGE = 300
 EXCERPT = re.compile(r"\s+\d+ \| .*", re.DOTALL)
@@ -119,7 +119,7 @@ class GrammarCompiler:
             ) from None
         self._check(matcher, spec.field)
         if not tried:
-            self._walk(matcher.deep_copy(), spec.field)
+            self._try_first_tokens(matcher.deep_copy(), spec.field)
         return CompiledGrammar(matcher, self._words, self.ends, GrammarText(next(_numbers), spec, spaced))
 
     def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
@@ -171,15 +171,15 @@ class GrammarCompiler:
                 field,
             )
 
-    def _walk(self, matcher: LLMatcher, field: str) -> None:
+    def _try_first_tokens(self, matcher: LLMatcher, field: str) -> None:
         """Take the first steps in the grammar, since some compile and fail only when used."""
         words = np.zeros(self._words, np.int32)
         for _ in range(2):
             begun = time.thread_time()
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if time.thread_time() - begun > SLOW_MASK:
+            if time.thread_time() - begun > MAX_FIRST_MASK_S:
                 raise InvalidParameter(
-                    f"The {field} is too complex: a single token takes longer than {SLOW_MASK * 1000:.0f} "
+                    f"The {field} is too complex: a single token takes longer than {MAX_FIRST_MASK_S * 1000:.0f} "
                     f"ms. Simplify it.",
                     field,
                 )
@@ -247,7 +247,7 @@ class AnswerGrammar:
         self._compiled = compiled
         self._start = start
 
-    def told(self) -> tuple[int | None, GrammarStart]:
+    def reference(self) -> tuple[int | None, GrammarStart]:
         """Return the grammar's number and start, for a process that has compiled it too."""
         return None if self._compiled is None else self._compiled.text.number, self._start
 
@@ -321,15 +321,15 @@ class GrammarProgress:
     def fill(self, words: NDArray[np.int32]) -> None:
         """Write the mask of the next token. If the answer cannot continue, no bit is set, and every rank learns that
         from the draw."""
-        matcher = self.fill_by(words)
+        matcher = self.begin_fill(words)
         if matcher is not None:
             begun = time.thread_time()
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            self._slow += time.thread_time() - begun > TOO_SLOW
-            self.filled(words)
+            self._slow += time.thread_time() - begun > SLOW_MASK_S
+            self.finish_fill(words)
 
-    def fill_by(self, words: NDArray[np.int32]) -> LLMatcher | None:
-        """Do as `fill`, or return the matcher that has to write the mask before `filled` is called."""
+    def begin_fill(self, words: NDArray[np.int32]) -> LLMatcher | None:
+        """Do as `fill`, or return the matcher that has to write the mask before `finish_fill` is called."""
         if self.error is not None:
             words[:] = 0
         elif self._free and self._left is not None and self._left <= 0:
@@ -348,12 +348,12 @@ class GrammarProgress:
             return self._matcher
         return None
 
-    def filled(self, words: NDArray[np.int32]) -> None:
-        """Check the mask that the matcher of `fill_by` has written."""
+    def finish_fill(self, words: NDArray[np.int32]) -> None:
+        """Check the mask that the matcher of `begin_fill` has written."""
         assert self._matcher is not None
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
-        elif self._slow >= SLOW_MASKS:
+        elif self._slow >= MAX_SLOW_MASKS:
             self.error = "its masks take too long to compute"
         if self.error is not None:
             words[:] = 0

@@ -31,13 +31,13 @@ CALLED, ARGUMENTS, NUMBER, KEY, VALUE = "\0name\0", "\0arguments\0", "\0number\0
 """Placeholders in the shape of a call, filled in for each call."""
 LINE_END = "\0end\0"
 """A line break that may be missing."""
-PLACES = re.compile("(\0[a-z]+\0)")
+PLACEHOLDERS = re.compile("(\0[a-z]+\0)")
 
-SAYS_NOTHING = {"type", "title", "description", "default", "examples", "example", "deprecated"}
+ANNOTATIONS = {"type", "title", "description", "default", "examples", "example", "deprecated"}
 """Keywords that do not constrain a string."""
 
 
-OF_WHOLE_OBJECTS = {
+OBJECT_KEYWORDS = {
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "const", "enum", "patternProperties", "minProperties",
     "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "unevaluatedProperties",
 }  # fmt: skip
@@ -78,7 +78,7 @@ class CallRules(Lark):
     def filled(self, shape: str, contents: Mapping[str, str]) -> str:
         """Return the rule for a shape whose placeholders are filled in."""
         known = {LINE_END: '"\\n"?', NUMBER: "/[0-9]{1,3}/", **contents}
-        parts = [known[part] if part in known else self.literal(part) for part in PLACES.split(shape) if part]
+        parts = [known[part] if part in known else self.literal(part) for part in PLACEHOLDERS.split(shape) if part]
         return " ".join(parts) or '""'
 
     def alternatives(self, shape: str, contents: Callable[[CalledTool], Mapping[str, str]]) -> str:
@@ -115,7 +115,7 @@ class CallGrammar(NamedTuple):
     """Returns the name of the rule for the text after the opener. Raises UnsupportedFeature."""
     needs: str = ""
     """A special token of the models that write this format. A tokenizer without it belongs to another model."""
-    looks: Callable[[Sequence[str]], str] | None = None
+    lookalike: Callable[[Sequence[str]], str] | None = None
     """Given the tools' names, returns a regular expression that matches replies which begin like a call. For formats
     whose calls begin at the start of the reply."""
 
@@ -129,7 +129,7 @@ def shaped(
     after: str = "",
     single: bool = False,
     needs: str = "",
-    looks: Callable[[Sequence[str]], str] | None = None,
+    lookalike: Callable[[Sequence[str]], str] | None = None,
 ) -> CallGrammar:
     """Return the grammar of calls whose arguments are a JSON object. `single`: a reply has one call."""
 
@@ -141,7 +141,7 @@ def shaped(
         )
         return grammar.rule(f"{grammar.literal(before)} {grammar.several(each, between, after)}")
 
-    return CallGrammar(opener, rules, needs, looks)
+    return CallGrammar(opener, rules, needs, lookalike)
 
 
 def tagged(
@@ -204,7 +204,7 @@ def checked_names(tool: CalledTool, unreadable: str) -> list[tuple[str, bool]]:
                 f"hold. Rename it, or do not force calls.",
                 "tools",
             )
-    beyond = sorted(OF_WHOLE_OBJECTS & set(tool.prepared))
+    beyond = sorted(OBJECT_KEYWORDS & set(tool.prepared))
     if tool.strict and beyond:
         raise UnsupportedFeature(
             f"The tool {tool.name!r} is strict, and its schema has {beyond[0]!r}: the model's format of calls writes "
@@ -227,7 +227,7 @@ def _as_text(grammar: CallRules, tool: CalledTool, name: str, lead: str, closer:
         if len(texts) == len(values):
             choice = " | ".join(grammar.literal(text) for text in texts)
             return grammar.rule(f"({choice}) {grammar.literal(lead + closer)}")
-    elif not tool.strict or set(schema) <= SAYS_NOTHING:
+    elif not tool.strict or set(schema) <= ANNOTATIONS:
         return grammar.until(closer)
     if is_marked:
         return None

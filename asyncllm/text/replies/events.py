@@ -59,7 +59,7 @@ class Output:
         self._on_call = on_call
         self._max_calls = max_calls
         self._events: list[Event] = []
-        self._behind_markup = False
+        self._after_markup = False
         self._blanks: list[str] = []
         """White space that markup may follow."""
         self._thinking = False
@@ -88,7 +88,7 @@ class Output:
     def markup(self) -> None:
         """Record markup at this position."""
         self._blanks = []
-        self._behind_markup = True
+        self._after_markup = True
 
     def end(self) -> None:
         """Record the end of the reply. White space at the end belongs to the text."""
@@ -128,11 +128,11 @@ class Output:
         if thinking != self._thinking:
             self._flush_blanks()
             self._thinking = thinking
-        if self._behind_markup:
+        if self._after_markup:
             text = text.lstrip()
             if not text:
                 return
-            self._behind_markup = False
+            self._after_markup = False
         core = text.rstrip()
         if core:
             self._flush_blanks()

@@ -43,7 +43,7 @@ KEYWORDS = {"type", "properties", "required", "items", "enum", "const", "additio
 """Keywords that determine a value's rules."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 """Keywords that limit numbers."""
-SAYS_NOTHING = {"title", "description", "default", "examples", "$schema"}
+ANNOTATIONS = {"title", "description", "default", "examples", "$schema"}
 
 
 def _grammar(opener: str, closer: str, quote: str) -> CallGrammar:
@@ -71,11 +71,11 @@ def _value_rules(grammar: CallRules, tool: CalledTool, schema: Any, quote: str, 
     """Return the rule for a value of a schema, from its types, properties and items."""
     if not isinstance(schema, Mapping):
         schema = {}
-    if (tool.strict and set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING) or depth > MAX_DEPTH:
+    if (tool.strict and set(schema) - KEYWORDS - BOUNDS - ANNOTATIONS) or depth > MAX_DEPTH:
         raise UnsupportedFeature(
             f"The tool {tool.name!r} is strict, and the model's format of calls is held to types, properties, items "
             f"and lists of values alone. Leave strict out, or the other keywords: "
-            f"{', '.join(sorted(set(schema) - KEYWORDS - BOUNDS - SAYS_NOTHING))}.",
+            f"{', '.join(sorted(set(schema) - KEYWORDS - BOUNDS - ANNOTATIONS))}.",
             "tools",
         )
     text = f"{grammar.literal(quote)} {grammar.until(quote)}"
@@ -136,10 +136,10 @@ def _value(reader: Reader, quote: str, depth: int) -> Reading:
         return False
     if (yield from source.literal(quote)):
         writer = ArgumentsWriter(reader.output.arguments)
-        writer.open_string()
+        writer.quote()
         closed = yield from source.until(reader.markers(quote), writer.string_piece)
         if closed is not None:
-            writer.open_string()
+            writer.quote()
         return closed is not None
     first = yield from source.peek()
     if first == "{":

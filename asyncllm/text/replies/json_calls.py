@@ -54,7 +54,7 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS, first: str | None = None
     if first is None and not (yield from source.literal("{")):
         return False
     name: str | None = None
-    held: list[str] | None = None
+    early: list[str] | None = None
     begun = complete = False
     while True:
         yield from source.space()
@@ -79,8 +79,8 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS, first: str | None = None
                 return False
         elif key in keys.arguments and not begun:
             if name is None:
-                held = []
-                complete = yield from _arguments(reader, held.append)
+                early = []
+                complete = yield from _arguments(reader, early.append)
                 continue
             output.start(name)
             begun = True
@@ -91,11 +91,11 @@ def read_object(reader: Reader, keys: Keys = CALL_KEYS, first: str | None = None
         else:
             yield from source.json_value(_drop)
     if not begun:
-        if name is None or (keys.both and held is None):
+        if name is None or (keys.both and early is None):
             return False
         output.start(name)
-        output.arguments("{}" if held is None else "".join(held))
-        complete = complete or held is None
+        output.arguments("{}" if early is None else "".join(early))
+        complete = complete or early is None
     output.finish(complete=complete)
     return True
 

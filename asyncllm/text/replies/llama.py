@@ -53,7 +53,7 @@ LLAMA3_JSON = ToolFormat(
             "",
             f'{{"name": "{CALLED}", "parameters": {ARGUMENTS}}}',
             between="; ",
-            looks=lambda names: r"\s*\{(.|\n)*",
+            lookalike=lambda names: r"\s*\{(.|\n)*",
         ),
     ),
 )

@@ -98,7 +98,7 @@ def _grammar(
     between: str = "",
     after: str = "",
     *,
-    looks: Callable[[Sequence[str]], str] | None = None,
+    lookalike: Callable[[Sequence[str]], str] | None = None,
 ) -> CallGrammar:
     def rules(grammar: CallRules) -> str:
         calls = []
@@ -113,7 +113,7 @@ def _grammar(
         each = grammar.rule(" | ".join(calls))
         return grammar.rule(f"{grammar.literal(before)} {grammar.several(each, between, after)}")
 
-    return CallGrammar(opener, rules, looks=looks)
+    return CallGrammar(opener, rules, lookalike=lookalike)
 
 
 PYTHONIC = ToolFormat(
@@ -122,7 +122,7 @@ PYTHONIC = ToolFormat(
     _marked,
     at_start=_at_start,
     inside=(PYTHON_END,),
-    grammars=(_grammar("", "[", ", ", "]", looks=lambda names: r"\s*\[(.|\n)*"),),
+    grammars=(_grammar("", "[", ", ", "]", lookalike=lambda names: r"\s*\[(.|\n)*"),),
 )
 """Llama 3.2 and 4, ToolACE."""
 LFM2 = ToolFormat("lfm2", (START,), _marked, inside=(END,), grammars=(_grammar(START, "[", ", ", f"]{END}"),))

@@ -26,7 +26,7 @@ class Reader:
 
     def _begun(self) -> None:
         # From here on no part of the call can become text again.
-        self.source.kept()
+        self.source.stop_keeping()
 
     def markers(self, *markers: str) -> Markers:
         """Return the markers, prepared for searching."""
@@ -41,7 +41,7 @@ class Reader:
         outermost = self.source.keep(before)
         found = yield from reading
         if outermost:
-            rest = self.source.kept()
+            rest = self.source.stop_keeping()
             if rest:
                 (sink or self.output.text)(rest)
         return found

@@ -78,8 +78,8 @@ def _body(
         return f"{whole} | {_content(rules, content)}"
     unmarked = [opener for opener in form.openers if opener != grammar.opener and rules.special(opener) is None]
     never = [rf"(.|\n)*{escaped(opener)}(.|\n)*" for opener in unmarked]
-    if grammar.looks is not None:
-        return f"{calls} | {rules.text_without([*never, grammar.looks([tool.name for tool in rules.tools])])}"
+    if grammar.lookalike is not None:
+        return f"{calls} | {rules.text_without([*never, grammar.lookalike([tool.name for tool in rules.tools])])}"
     text = rules.text_without(never)
     return f"{rules.until(grammar.opener, text)} {calls} | {text}"
 

@@ -95,7 +95,7 @@ class Source:
         self._kept = [self._codes.coded(before)]
         return True
 
-    def kept(self) -> str:
+    def stop_keeping(self) -> str:
         """Return the kept text and stop keeping."""
         kept, self._kept = "".join(self._kept or ()), None
         return kept

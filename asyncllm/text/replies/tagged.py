@@ -238,7 +238,7 @@ GLM4 = ToolFormat(
             "",
             f"{CALLED}\n{ARGUMENTS}",
             single=True,
-            looks=lambda names: rf"\s*({'|'.join(map(escaped, names))})\n(.|\n)*",
+            lookalike=lambda names: rf"\s*({'|'.join(map(escaped, names))})\n(.|\n)*",
         ),
     ),
 )

@@ -72,7 +72,8 @@ class ArgumentsWriter:
         self._sink(f"{'' if self._first else ', '}{_dumped(name)}: ")
         self._first = False
 
-    def open_string(self) -> None:
+    def quote(self) -> None:
+        """Write the quotation mark before or after a string."""
         self._sink('"')
 
     def string_piece(self, text: str) -> None:
@@ -96,15 +97,15 @@ def read_value(
     """Write a value of the `types`, given as text; a string is written as it arrives. `read` passes the text to a sink,
     and returns None if it is cut. Return what it returned."""
     if types == {"string"}:
-        writer.open_string()
+        writer.quote()
         end = yield from read(writer.string_piece)
         if end is not None:
-            writer.open_string()
+            writer.quote()
         return end
     parts: list[str] = []
     end = yield from read(parts.append)
     if end is None:
-        writer.open_string()
+        writer.quote()
         writer.string_piece("".join(parts))
     else:
         writer.value("".join(parts), types)

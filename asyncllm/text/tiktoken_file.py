@@ -1,5 +1,5 @@
-"""Rank files: the vocabulary of a byte-level BPE as tiktoken stores it. Each line is a token in base64 and its rank,
-which is its id."""
+"""Files of tiktoken: the vocabulary of a byte-level BPE. Each line is a token in base64 and its merge rank, which is
+its id."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID
 
-__all__ = ["GLM", "HUNYUAN", "KIMI", "QWEN", "find_rank_file", "read_ranks"]
+__all__ = ["GLM", "HUNYUAN", "KIMI", "QWEN", "find_tiktoken_file", "read_ranks"]
 
 QWEN, HUNYUAN, KIMI, GLM = "qwen.tiktoken", "hy.tiktoken", "tiktoken.model", "tokenizer.model"
 """Names of the files of Qwen's first generation, Hunyuan-A13B, Kimi-K2 and Moonlight, and GLM-4-9B."""
 
 
-def find_rank_file(folder: Path) -> Path | None:
-    """Return the rank file of a checkpoint, or None. A tokenizer.model may be a rank file or sentencepiece's."""
+def find_tiktoken_file(folder: Path) -> Path | None:
+    """Return the tiktoken file of a checkpoint, or None. A tokenizer.model may be tiktoken's or sentencepiece's."""
     for name in (QWEN, HUNYUAN, KIMI, GLM):
         path = folder / name
-        if path.is_file() and (name != GLM or _looks_ranked(path)):
+        if path.is_file() and (name != GLM or _holds_ranks(path)):
             return path
     return None
 
@@ -46,7 +46,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _looks_ranked(path: Path) -> bool:
+def _holds_ranks(path: Path) -> bool:
     with path.open("rb") as file:
         line = file.readline(4096)
     return len(line.split()) == 2 and line.split()[1].isdigit() and line.isascii()

@@ -1,5 +1,5 @@
-"""The `tokenizers` pipeline of a rank file. The file lacks the word pattern and the special tokens, which only its
-authors' code defines; its name tells whose it is."""
+"""The `tokenizers` pipeline of a tiktoken file. The file lacks the word pattern and the special tokens, which only the
+code of the model's authors defines; the file's name tells which model it belongs to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as HubTokenizer
 from asyncllm.errors import InvalidCheckpoint, short
 from asyncllm.text.byte_pairs import byte_pair_pipeline
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
-from asyncllm.text.rank_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
+from asyncllm.text.tiktoken_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
 
-__all__ = ["rank_pipeline"]
+__all__ = ["tiktoken_pipeline"]
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,14 +64,14 @@ _TOKENS_OF_IMAGES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", 
 """Tokens of Qwen-VL, after the other special ones."""
 
 
-def rank_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
-    """Return the pipeline of a rank file with the checkpoint's special tokens. Raises InvalidCheckpoint."""
+def tiktoken_pipeline(path: Path, settings: TokenSettings) -> HubTokenizer:
+    """Return the pipeline of a tiktoken file with the checkpoint's special tokens. Raises InvalidCheckpoint."""
     kind, ranks = _KINDS[path.name], read_ranks(path)
-    named = _behind(len(ranks), kind, settings)
+    named = _special_tokens(len(ranks), kind, settings)
     return byte_pair_pipeline(path, ranks, kind.words, named, prefix=kind.prefix, composed=kind.composed)
 
 
-def _behind(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:
+def _special_tokens(first: int, kind: _Kind, settings: TokenSettings) -> dict[int, AddedToken]:
     """Return the tokens after the ranks, by id: from the checkpoint's files, or else from the authors' code."""
     names = kind.special
     if kind.special and settings.model.get("visual") is not None:
