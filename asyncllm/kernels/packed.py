@@ -18,7 +18,7 @@ from asyncllm.kernels.moe import fused_experts
 __all__ = [
     "E2M1",
     "E8M0_BIAS",
-    "MOST_E8M0",
+    "MAX_E8M0",
     "PLANE",
     "PackedWeight",
     "chunk_of",
@@ -43,7 +43,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
 """Bias of exponents."""
 
-MOST_E8M0 = 136
+MAX_E8M0 = 136
 """Largest exponent of a scale that kernels accept: 2 ** 9."""
 
 

@@ -34,6 +34,8 @@ __all__ = [
     "Stored",
     "Unquantized",
     "Weighted",
+    "frozen_parameter",
+    "of_expert",
     "of_heads",
 ]
 
@@ -294,8 +296,8 @@ class LinearMethod(ABC):
         return True
 
     @property
-    def together(self) -> bool:
-        """Whether they can be replaced, but all tensors of a part only at once."""
+    def replaced_together(self) -> bool:
+        """Whether all tensors of a part have to be replaced at once."""
         return False
 
     def check(self, suffix: str, tensor: Tensor) -> None:  # noqa: B027 - plain numbers are always valid
@@ -419,8 +421,8 @@ class Unquantized(LinearMethod):
 
     def create(self, layer: Weighted) -> None:
         stack = () if layer.num_experts is None else (layer.num_experts,)
-        layer.weight = _parameter(*stack, layer.out_features, layer.in_features)
-        layer.bias = _parameter(*stack, layer.out_features) if layer.has_bias else None
+        layer.weight = frozen_parameter(*stack, layer.out_features, layer.in_features)
+        layer.bias = frozen_parameter(*stack, layer.out_features) if layer.has_bias else None
 
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
         inner = {"weight": (layer.in_features,), **({"bias": ()} if layer.has_bias else {})}
@@ -435,7 +437,7 @@ class Unquantized(LinearMethod):
         if part not in layer.rows:
             raise ValueError(f"the layer is filled by parts {list(layer.rows)}, not by {part!r}")
         parameter = layer.get_parameter(suffix)
-        (parameter if index is None else parameter[index])[layer.rows[part]].copy_(tensor)
+        of_expert(parameter, index)[layer.rows[part]].copy_(tensor)
 
     def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
         if layer.shard == "column":
@@ -537,6 +539,16 @@ class BatchInvariant(Unquantized):
 UNQUANTIZED, BATCH_INVARIANT = Unquantized(), BatchInvariant()
 
 
+def frozen_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return an uninitialized parameter without gradient, on the current device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def of_expert(tensor: Tensor, index: int | None) -> Tensor:
+    """Return the view of a tensor [E, ...] for expert `index`; None: the tensor of a layer without experts."""
+    return tensor if index is None else tensor[index]
+
+
 def of_heads(weight: Tensor, layer: Weighted, features: slice, transposed: bool) -> Tensor:
     """Return a weight [out, in] in the form that `kernels.linear_by_head` takes."""
     heads = weight.view(-1, layer.unit, weight.shape[-1])[:, features]
@@ -549,7 +561,3 @@ def _in_columns(part: Tensor, width: int, out: Tensor | None) -> Tensor:
         return pad(part, (0, width - part.shape[1]))
     out[:, : part.shape[1]] = part
     return out
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -168,7 +168,7 @@ class LoadPlan:
             if (path, key) not in self._filled
             and (path, *key[1:]) in begun
             and isinstance(owner := self._owners[path], Weighted)
-            and owner.method.together
+            and owner.method.replaced_together
         ]
 
     def missing(self) -> str | None:

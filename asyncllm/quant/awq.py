@@ -25,7 +25,7 @@ _LAYOUT_KEYS = ("version", "checkpoint_format", "format")
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output feature at place i of a word of `gemm`, which holds eight."""
+"""For each output feature of eight, its position in the word of `gemm` that holds them."""
 _MARKS = frozenset({"qweight", "qzeros", "scales"})
 
 

@@ -37,7 +37,7 @@ _MARKS = frozenset({"weight_packed", "weight_scale", "weight_zero_point"})
 _ORDERED = ("group", "dynamic")
 """Orders that have a weight_g_idx; both names stand for the same order."""
 
-_OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
+_INPUT_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 """Tensors for rounding activations."""
 
 
@@ -153,7 +153,7 @@ class CompressedTensors(Scheme):
                     zeros=group.kind == "int-quantized" and not group.weights.flag("symmetric", True),
                     block=_block(group.weights),
                     exponents=group.kind.startswith("mx"),
-                    left_out=_OF_INPUTS,
+                    left_out=_INPUT_TENSORS,
                 )
 
     def _group(self, module: str) -> _Group:

@@ -28,7 +28,7 @@ def expansion_of_method(module: str, tensors: Mapping[str, Header], method: Line
             tensors,
             scale=method.scale,
             block=(GROUP, GROUP) if method.layout == "block" else None,
-            left_out=[] if method.of_inputs is None else [method.of_inputs],
+            left_out=[] if method.input_suffix is None else [method.input_suffix],
         )
     if not isinstance(method, Packed):
         return None

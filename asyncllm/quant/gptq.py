@@ -32,11 +32,12 @@ class GPTQWeights(Packed):
 
     name: ClassVar[str] = "gptq"
 
-    less_one: bool = False
-    carries: bool = False
-    """Whether one was subtracted from whole words, with borrows across zero points, as GPTQModel does."""
+    minus_one: bool = False
+    has_borrows: bool = False
+    """Whether one was subtracted from the zero points of a word as from one number, which borrows from the next zero
+    point, as GPTQModel does."""
     has_groups: bool = True
-    """Whether there is a g_idx."""
+    """Whether the file has a g_idx."""
 
     def tensors(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
         for size, what in ((rows, "output"), (columns, "input")):
@@ -69,9 +70,9 @@ class GPTQWeights(Packed):
         return Decoded(codes, tensors["scales"], self._zeros(tensors["qzeros"]), group_of)
 
     def _zeros(self, words: Tensor) -> Tensor:
-        if not self.less_one:
+        if not self.minus_one:
             return unpack(words, self.bits, 1)
-        if self.carries:
+        if self.has_borrows:
             ones = sum(1 << place for place in range(0, 32, self.bits))
             return unpack((words.long() + ones).to(torch.int32), self.bits, 1)
         zeros = unpack(words, self.bits, 1)
@@ -123,19 +124,19 @@ def _fields(settings: QuantSettings) -> dict[str, Any]:
     size = settings.group_size("group_size")
     writer = settings.object("meta").get("quantizer")
     writers = writer if isinstance(writer, list) else [writer]
-    less_one = _FORMATS[stored or "gptq"]
+    minus_one = _FORMATS[stored or "gptq"]
     # A word does not hold a whole number of 3-bit codes, and no borrows cross words.
     by_words = any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
     symmetric = settings.flag("sym", True)
-    if less_one and not symmetric and by_words and bits == 3:
+    if minus_one and not symmetric and by_words and bits == 3:
         settings.unsupported("sym", "Of 3 bits with zero points, only the format gptq_v2 is read.")
     return {
         "bits": bits,
         "group_size": size,
         # A single group has no order.
         "ordered": settings.flag("desc_act", False) and size != -1,
-        "less_one": less_one,
-        "carries": less_one and by_words and not symmetric,
+        "minus_one": minus_one,
+        "has_borrows": minus_one and by_words and not symmetric,
     }
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
-from asyncllm.kernels.packed import E2M1, E8M0_BIAS, MOST_E8M0, PLANE, chunk_of, expand_stack, pack_codes
+from asyncllm.kernels.packed import E2M1, E8M0_BIAS, MAX_E8M0, PLANE, chunk_of, expand_stack, pack_codes
 from asyncllm.layers.layer import PartKey
-from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted
+from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted, frozen_parameter
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
@@ -78,15 +78,14 @@ class PackedMXFP4(LinearMethod):
         columns = layer.own_columns()
         own.words = own.scales = own.whole = None
         if columns.start % GROUP or k % GROUP:
-            own.whole = nn.Parameter(torch.empty(*stack, k), requires_grad=False)
+            own.whole = frozen_parameter(*stack, k)
         else:
             shapes = {"words": (-(-k // chunk_of(_BITS)), n, PLANE), "scales": (k // GROUP, n)}
             types = {"words": torch.int16, "scales": torch.uint8}
             own.words, own.scales = (
-                nn.Parameter(torch.empty(layer.num_experts, *shapes[each], dtype=types[each]), requires_grad=False)
-                for each in shapes
+                frozen_parameter(layer.num_experts, *shapes[each], dtype=types[each]) for each in shapes
             )
-        own.offset = nn.Parameter(torch.empty(*stack), requires_grad=False) if layer.has_bias else None
+        own.offset = frozen_parameter(*stack) if layer.has_bias else None
         own.pending = {}
 
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
@@ -129,8 +128,8 @@ class PackedMXFP4(LinearMethod):
         )
         if (scales == _NAN).any():
             raise InvalidCheckpoint("the scales of this weight are not all numbers; download it again")
-        if (scales > MOST_E8M0).any():
-            raise UnsupportedModel(f"MXFP4 scales above {2.0 ** (MOST_E8M0 - E8M0_BIAS):g} are not implemented.")
+        if (scales > MAX_E8M0).any():
+            raise UnsupportedModel(f"MXFP4 scales above {2.0 ** (MAX_E8M0 - E8M0_BIAS):g} are not implemented.")
         if own.whole is not None:
             values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
             own.whole[index, rows].copy_(torch.ldexp(values[codes.int()], scales.int() - E8M0_BIAS))

@@ -13,14 +13,22 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import PackedWeight
 from asyncllm.kernels.packed import PLANE, chunk_of, expand_stack, natural, pack_codes
 from asyncllm.layers.layer import PartKey
-from asyncllm.layers.linear_method import Activation, LinearMethod, Stored, Weighted, of_heads
+from asyncllm.layers.linear_method import (
+    Activation,
+    LinearMethod,
+    Stored,
+    Weighted,
+    frozen_parameter,
+    of_expert,
+    of_heads,
+)
 from asyncllm.quant.settings import Header
 
 __all__ = [
@@ -37,8 +45,8 @@ __all__ = [
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
-_LEAST_GROUP = 32
-"""Divides the number of input features of a group in every format."""
+_GROUP_MULTIPLE = 32
+"""The number of input features of a group is a multiple of this in every format."""
 
 _INT32 = frozenset({"I32"})
 INT32_ROWS = Stored(_INT32, axis=0)
@@ -70,14 +78,15 @@ class _Layer(Protocol):
     size: int
     """Number of input features in a group."""
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
-    """Tensors of parts that are not complete yet."""
-    settled: dict[int | None, set[str | None]]
-    """Parts in the layer's order, until all are complete."""
+    """(part, expert) -> tensors of a part of which others are still missing."""
+    ordered_parts: dict[int | None, set[str | None]]
+    """Expert -> parts stored in the layer's order of input features, until all are."""
 
 
 @dataclass(frozen=True)
 class Packed(LinearMethod):
-    """Codes of `bits` bits in groups of `group_size` input features, -1 for one group. Equal methods are the same."""
+    """Codes of `bits` bits in groups of `group_size` input features, -1 for one group. Methods are compared by
+    value."""
 
     bits: int
     group_size: int
@@ -97,7 +106,7 @@ class Packed(LinearMethod):
 
     @abstractmethod
     def sizes(self, tensors: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the output and input features of a part with these tensors; 0 where none says so."""
+        """Return the numbers of output and input features of a part with these tensors; 0 for unknown ones."""
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Decoded:
@@ -135,12 +144,12 @@ class Packed(LinearMethod):
         own = cast(_Layer, layer)
         own.size = self._size(layer)
         groups, chunks = k // own.size, -(-k // chunk_of(self.stored_bits))
-        own.words = _parameter(*stack, chunks, n, PLANE, dtype=torch.int16)
-        own.scales = _parameter(*stack, groups, n, dtype=self.scale_dtype)
-        own.zeros = _parameter(*stack, groups, n, dtype=torch.uint8)
-        own.order = _parameter(*stack, k, dtype=torch.int64) if self.ordered else None
-        own.offset = _parameter(*stack, n) if layer.has_bias else None
-        own.pending, own.settled = {}, {}
+        own.words = frozen_parameter(*stack, chunks, n, PLANE, dtype=torch.int16)
+        own.scales = frozen_parameter(*stack, groups, n, dtype=self.scale_dtype)
+        own.zeros = frozen_parameter(*stack, groups, n, dtype=torch.uint8)
+        own.order = frozen_parameter(*stack, k, dtype=torch.int64) if self.ordered else None
+        own.offset = frozen_parameter(*stack, n) if layer.has_bias else None
+        own.pending, own.ordered_parts = {}, {}
 
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
         parts: dict[PartKey, tuple[int, ...]] = {}
@@ -157,7 +166,7 @@ class Packed(LinearMethod):
         own, (size, columns) = cast(_Layer, layer), layer.whole_shapes[part]
         if suffix == "bias":
             if own.offset is not None:
-                _of(own.offset, index)[layer.rows[part]] = layer.own_bias(part, tensor)
+                of_expert(own.offset, index)[layer.rows[part]] = layer.own_bias(part, tensor)
             elif tensor.any():
                 raise InvalidCheckpoint("a bias for a layer that config.json builds without one, and it is not zero")
             return
@@ -227,10 +236,10 @@ class Packed(LinearMethod):
         if self.group_size == -1:
             return k
         size = math.gcd(self.group_size, k)
-        if size % _LEAST_GROUP:
+        if size % _GROUP_MULTIPLE:
             raise UnsupportedModel(
                 f"tp: of {whole} input features in groups of {self.group_size} a rank would have {k}, and its groups "
-                f"no multiple of {_LEAST_GROUP}. Use a smaller tp."
+                f"no multiple of {_GROUP_MULTIPLE}. Use a smaller tp."
             )
         return size
 
@@ -250,18 +259,18 @@ class Packed(LinearMethod):
             raise InvalidCheckpoint("the scales of this weight are not all finite; download it again")
         if group_of is not None:
             assert own.order is not None
-            order, place = _order(group_of, scales.shape[0]), _of(own.order, index)
-            others = own.settled.setdefault(index, set())
+            order, place = _order(group_of, scales.shape[0]), of_expert(own.order, index)
+            others = own.ordered_parts.setdefault(index, set())
             if others and not torch.equal(place, order):
                 raise InvalidCheckpoint("its g_idx is not that of the other projections of the same input")
             place.copy_(order)
             codes = codes[:, order]
             others.add(part)
             if len(others) == len(layer.rows):
-                del own.settled[index]
-        _of(own.words, index)[:, rows] = pack_codes(codes, self.stored_bits)
-        _of(own.scales, index)[:, rows] = scales
-        _of(own.zeros, index)[:, rows] = zeros
+                del own.ordered_parts[index]
+        of_expert(own.words, index)[:, rows] = pack_codes(codes, self.stored_bits)
+        of_expert(own.scales, index)[:, rows] = scales
+        of_expert(own.zeros, index)[:, rows] = zeros
 
 
 def scale_dtype(header: Header | None) -> torch.dtype:
@@ -307,11 +316,3 @@ def _order(group_of: Tensor, groups: int) -> Tensor:
     if not valid or (group_of.bincount(minlength=groups) * groups != count).any():
         raise InvalidCheckpoint(f"its g_idx does not divide {count} input features into {groups} groups of one size")
     return group_of.argsort(stable=True)
-
-
-def _of(tensor: Tensor, index: int | None) -> Tensor:
-    return tensor if index is None else tensor[index]
-
-
-def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

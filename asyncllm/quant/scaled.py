@@ -7,21 +7,30 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.kernels import RoundedRows, Rounding, ScaledWeight
 from asyncllm.kernels.scaled import GROUP, expand, round_codes
 from asyncllm.layers.layer import PartKey
-from asyncllm.layers.linear_method import FLOATS, Activation, LinearMethod, Stored, Weighted, of_heads
+from asyncllm.layers.linear_method import (
+    FLOATS,
+    Activation,
+    LinearMethod,
+    Stored,
+    Weighted,
+    frozen_parameter,
+    of_expert,
+    of_heads,
+)
 from asyncllm.quant.settings import Header
 
 __all__ = ["ScaleLayout", "Scaled", "holds_codes", "scaled"]
 
 ScaleLayout = Literal["tensor", "channel", "block"]
 
-_OF_INPUTS = ("input_scale", "activation_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
 
 _TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(frozenset({"F8_E4M3"}))}
 
@@ -40,7 +49,7 @@ class _Layer(Protocol):
 @dataclass(frozen=True)
 class Scaled(LinearMethod):
     """`weight` of `dtype`, with scales under the suffix `scale`. Without a suffix the file has an unquantized weight,
-    which is rounded while it is loaded, with a scale for each output feature. Equal methods are the same."""
+    which is rounded while it is loaded, with a scale for each output feature. Methods are compared by value."""
 
     dtype: torch.dtype
     scale: str | None
@@ -51,7 +60,7 @@ class Scaled(LinearMethod):
     """Shape of the activations' scale."""
     columns: bool = True
     """Whether scales per channel are [N, 1] rather than [N]."""
-    of_inputs: str | None = None
+    input_suffix: str | None = None
     """Suffix of the activations' scale, or None if it is computed from them."""
     invariant: bool = False
 
@@ -63,11 +72,11 @@ class Scaled(LinearMethod):
         return {"codes": self.dtype, "scales": torch.float32, "input_scale": torch.float32}
 
     @property
-    def together(self) -> bool:
+    def replaced_together(self) -> bool:
         return self.scale is not None
 
     def check(self, suffix: str, tensor: Tensor) -> None:
-        if suffix == self.of_inputs:
+        if suffix == self.input_suffix:
             _input_scale(tensor)
         elif suffix == self.scale:
             _checked(tensor)
@@ -77,7 +86,7 @@ class Scaled(LinearMethod):
             return _TYPES[self.dtype]
         if suffix == self.scale and self.layout == "block":
             return Stored(features=GROUP)
-        whole = suffix == self.of_inputs or (suffix == self.scale and self.layout == "tensor")
+        whole = suffix == self.input_suffix or (suffix == self.scale and self.layout == "tensor")
         return Stored(axis=None) if whole else FLOATS
 
     def create(self, layer: Weighted) -> None:
@@ -92,13 +101,13 @@ class Scaled(LinearMethod):
                 f"a multiple of {GROUP}."
             )
         own = cast(_Layer, layer)
-        own.codes = _parameter(*stack, n, k, dtype=self.dtype)
-        own.scales = _parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
+        own.codes = frozen_parameter(*stack, n, k, dtype=self.dtype)
+        own.scales = frozen_parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
         # The scales of each expert's activations are computed from the activations.
-        static = self.of_inputs is not None and layer.num_experts is None
-        own.input_scale = _parameter(1, dtype=torch.float32) if static else None
+        static = self.input_suffix is not None and layer.num_experts is None
+        own.input_scale = frozen_parameter(1, dtype=torch.float32) if static else None
         own.input_scales = {}
-        own.offset = _parameter(*stack, n) if layer.has_bias else None
+        own.offset = frozen_parameter(*stack, n) if layer.has_bias else None
 
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
         parts: dict[PartKey, tuple[int, ...]] = {}
@@ -107,8 +116,8 @@ class Scaled(LinearMethod):
             shapes: dict[str, tuple[int, ...]] = {"weight": (size, layer.in_features)}
             if self.scale is not None:
                 shapes[self.scale] = self._shape(size, layer.in_features)
-            if self.of_inputs is not None:
-                shapes[self.of_inputs] = self.input_shape
+            if self.input_suffix is not None:
+                shapes[self.input_suffix] = self.input_shape
             if layer.has_bias:
                 shapes["bias"] = (size,)
             for index in (None,) if layer.num_experts is None else range(layer.num_experts):
@@ -120,15 +129,15 @@ class Scaled(LinearMethod):
         taken, columns = layer.own_rows(part), layer.own_columns()
         if suffix == "bias":
             assert own.offset is not None
-            _of(own.offset, index)[rows] = layer.own_bias(part, tensor)
+            of_expert(own.offset, index)[rows] = layer.own_bias(part, tensor)
         elif suffix == "weight" and self.scale is None:
             # The scale belongs to a whole row, of which a rank may have a part.
             codes, scales = round_codes(tensor[taken].to(own.codes.device).float(), self.dtype)
-            _of(own.codes, index)[rows] = codes[:, columns]
-            _of(own.scales, index)[:, rows] = scales.t()
+            of_expert(own.codes, index)[rows] = codes[:, columns]
+            of_expert(own.scales, index)[:, rows] = scales.t()
         elif suffix == "weight":
-            _of(own.codes, index)[rows] = tensor[taken, columns]
-        elif suffix == self.of_inputs:
+            of_expert(own.codes, index)[rows] = tensor[taken, columns]
+        elif suffix == self.input_suffix:
             own.input_scales[part] = _input_scale(tensor)
             if own.input_scale is not None:
                 own.input_scale.fill_(max(own.input_scales.values()))
@@ -140,7 +149,7 @@ class Scaled(LinearMethod):
                 scales = by_row[taken, groups].t()
             elif self.layout == "channel":
                 scales = scales.reshape(-1)[taken][None]
-            _of(own.scales, index)[:, rows] = scales
+            of_expert(own.scales, index)[:, rows] = scales
 
     def batch_invariant(self) -> LinearMethod:
         return replace(self, invariant=True)
@@ -211,8 +220,8 @@ def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, blo
     shows. `static`: there is a scale for activations, under its name in the files of llm-compressor or transformers."""
     shape = tensors[scale].shape if scale in tensors else (1,)
     layout: ScaleLayout = "block" if block else "tensor" if shape in ((), (1,)) else "channel"
-    of_inputs = next((name for name in _OF_INPUTS if name in tensors), _OF_INPUTS[0]) if static else None
-    input_shape = () if of_inputs is None or of_inputs not in tensors else tensors[of_inputs].shape
+    input_suffix = next((name for name in _INPUT_SCALES if name in tensors), _INPUT_SCALES[0]) if static else None
+    input_shape = () if input_suffix is None or input_suffix not in tensors else tensors[input_suffix].shape
     return Scaled(
         dtype,
         scale,
@@ -221,7 +230,7 @@ def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, blo
         input_shape=input_shape if input_shape == () else (1,),
         # One tensor may hold all experts.
         columns=len(shape) == (len(tensors["weight"].shape) if "weight" in tensors else 2),
-        of_inputs=of_inputs,
+        input_suffix=input_suffix,
     )
 
 
@@ -241,11 +250,3 @@ def _checked(scales: Tensor) -> Tensor:
     if not scales.float().isfinite().all() or (scales.float() < 0).any():
         raise InvalidCheckpoint("the scales of this weight are not all finite and at least 0; download it again")
     return scales.float()
-
-
-def _of(tensor: Tensor, index: int | None) -> Tensor:
-    return tensor if index is None else tensor[index]
-
-
-def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

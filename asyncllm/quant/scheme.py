@@ -40,7 +40,7 @@ class Scheme(ABC):
     """How the weights of one checkpoint are quantized."""
 
     at_load: ClassVar[bool] = False
-    """Whether the checkpoint is unquantized, and its projections are rounded while they are read."""
+    """Whether the scheme is for unquantized checkpoints, whose projections are rounded while they are read."""
 
     @classmethod
     @abstractmethod
@@ -51,7 +51,7 @@ class Scheme(ABC):
     @abstractmethod
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         """Return the method of the checkpoint's module `module`, given its tensors (suffix -> header), or None if it is
-        unquantized. Equal methods are the same.
+        unquantized. Modules with the same method get equal ones.
 
         Raises InvalidCheckpoint and UnsupportedModel.
         """

@@ -75,7 +75,7 @@ IGNORED_KEYS = frozenset({"cache_control", "modalities", "uuid"})
 _SOURCES = ("url", "data", "frames")
 _SOURCE_KEYS = ("path", "base64")
 """Keys of a source that is not a URL, besides the type."""
-PART_KEYS = frozenset({"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_SOURCE_KEYS}) | OPTIONS | VIDEO_OPTIONS | IGNORED_KEYS
+PART_KEYS = frozenset(
     {"type", *IMAGE_PARTS, *VIDEO_PARTS, *_SOURCES, *_SOURCE_KEYS, *OPTIONS, *VIDEO_OPTIONS, *IGNORED_KEYS}
 )
 """All keys of a part that is an image or a video."""

@@ -1,4 +1,4 @@
-"""Files of tiktoken and tekken.json against tiktoken's rule, written out here: a word's parts, joined by lowest rank."""
+"""Files of tiktoken and tekken.json against tiktoken's rule, written out here: words, joined by lowest rank."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.moe import GATE_SLOPE
-from asyncllm.kernels.packed import MOST_E8M0, PackedWeight
+from asyncllm.kernels.packed import MAX_E8M0, PackedWeight
 from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.language import INTERPRET, dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
@@ -41,7 +41,7 @@ E2M1_TILES = {16: Tile(128, 16, 4, 4), 32: Tile(128, 32, 4, 3), 64: Tile(128, 64
 64 tokens 211, 227, -; 128 tokens 275, 229, 284; 256 tokens 451, 324, 291; 512 tokens -, 518, 431. Tiles of 256 rows
 take 246, 253 and - for 64 to 128 tokens, and 8 warps 342 to 534 in blocks of 64."""
 
-MOST_EXPONENT = tl.constexpr(MOST_E8M0)
+MOST_EXPONENT = tl.constexpr(MAX_E8M0)
 
 MOST_PER_EXPERT = 512
 """Average number of assignments per expert above which weights are expanded first. Not timed."""
