@@ -13,7 +13,7 @@ from asyncllm.kernels.scaled import GROUP, round_codes
 from asyncllm.lite.gptq import round_columns
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.recipe import Recipe, Rounded
-from asyncllm.lite.search import Reader, least, scaled_error, smoothing
+from asyncllm.lite.search import Consumer, best_scales, scaled_error, smoothing
 from asyncllm.lite.smoothing import Group
 from asyncllm.quant.compressed import scaled_settings
 from asyncllm.quant.fp8 import block_settings, round_blocks
@@ -36,9 +36,9 @@ class SmoothQuant(Recipe):
     def check(self, n: int, k: int) -> None:
         """Accept any size."""
 
-    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
-        candidates = smoothing(group, readers, search=self.search_scale)
-        return least(group, readers, candidates, scaled_error(self.dtype))
+    def scales(self, group: Group, consumers: Sequence[Consumer]) -> Tensor | None:
+        candidates = smoothing(group, consumers, search=self.search_scale)
+        return best_scales(group, consumers, candidates, scaled_error(self.dtype))
 
     def round(self, weight: Tensor, inputs: InputStatistics | None) -> Rounded:
         codes, scales = round_codes(weight, self.dtype)

@@ -13,7 +13,7 @@ from asyncllm.lite.gptq import round_columns
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.recipe import Recipe, Rounded
 from asyncllm.lite.rounding import Grid
-from asyncllm.lite.search import Reader, activation_aware, least, product_error
+from asyncllm.lite.search import Consumer, activation_aware, best_scales, product_error
 from asyncllm.lite.smoothing import Group
 from asyncllm.quant.awq import awq_settings, encode_gemm
 from asyncllm.quant.compressed import encode_packed, packed_settings
@@ -92,6 +92,6 @@ class Scaled(FewBits):
 
     search_scale: bool = True
 
-    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
-        candidates = activation_aware(group, readers, self.grid, search=self.search_scale)
-        return least(group, readers, candidates, product_error(self.grid))
+    def scales(self, group: Group, consumers: Sequence[Consumer]) -> Tensor | None:
+        candidates = activation_aware(group, consumers, self.grid, search=self.search_scale)
+        return best_scales(group, consumers, candidates, product_error(self.grid))

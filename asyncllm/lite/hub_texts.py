@@ -33,7 +33,7 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
     "openwebtext": HubDataset("Skylion007/openwebtext"),
 }
 
-MOST_ROWS = 16_384
+MAX_ROWS = 16_384
 
 _TEXTS = ("text", "sentence", "content")
 _TURNS = (("question", "answer"), ("instruction", "output"))
@@ -56,7 +56,7 @@ def read_hub_texts(name: str) -> list[str | list[dict[str, Any]]]:
         ) from None
     try:
         rows = datasets.load_dataset(found.repository, found.part, split=found.split, streaming=True)
-        texts = [text for row in islice(rows, MOST_ROWS) if (text := _text_of(row))]
+        texts = [text for row in islice(rows, MAX_ROWS) if (text := _text_of(row))]
     except Exception as error:
         # The library leaks exceptions of the libraries that it reads and downloads with.
         raise InvalidParameter(

@@ -19,9 +19,9 @@ from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, 
 from asyncllm.layers.linear_method import UNQUANTIZED, Weighted
 from asyncllm.lite.observed import InputStatistics, Observed
 from asyncllm.lite.recipe import Recipe
-from asyncllm.lite.search import Reader
+from asyncllm.lite.search import Consumer
 from asyncllm.lite.smoothing import Group, Masters, Rows, groups, plain_layers
-from asyncllm.lite.tensors import Stored, module_of_expert, restored, stored_weights
+from asyncllm.lite.tensors import StoredWeight, module_of_expert, restored, stored_weights
 from asyncllm.lite.tower import copy_tower_files, tower_modules
 from asyncllm.lite.unfinished import Unfinished, unfinished
 from asyncllm.lite.walk import Batch, Comparison, Walk
@@ -137,7 +137,7 @@ class _Quantizer:
                 # The names and hidden states are those after the layer's last tensor.
                 kept.finish(layer, self._layer(layer), (batch.hidden for batch in batches), names)
             except AsyncLLMError:
-                # It would give the same result again.
+                # A resumed run would fail in the same way.
                 kept.discard()
                 raise
             if progress is not None:
@@ -164,7 +164,7 @@ class _Quantizer:
             batch.hidden = walk.run(layer, batch)
         inputs = _observe(walk, layer, self._batches)
         masters, plain = Masters(block), plain_layers(walk.layers[layer])
-        self._move(layer, masters, inputs, {id(each) for each in plain})
+        self._move_scales(layer, masters, inputs, {id(each) for each in plain})
         for name in walk.names(layer):
             weights = stored_weights(walk, name)
             rounded = [each for each in weights if each.suffix == "weight" and each.matrix.layer not in plain]
@@ -179,41 +179,41 @@ class _Quantizer:
             batch.hidden = walk.run(layer, batch)
         walk.empty(part)
 
-    def _rounded(self, stored: Stored, masters: Masters, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+    def _rounded(self, stored: StoredWeight, masters: Masters, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
         """Round a weight in place and yield its tensors by their names in the file."""
-        held = masters.weight(stored.matrix)
-        rounded = self._recipe.round(held[stored.rows], inputs.get((id(stored.matrix.layer), stored.matrix.expert)))
-        held[stored.rows] = rounded.values
+        master = masters.weight(stored.matrix)
+        rounded = self._recipe.round(master[stored.rows], inputs.get((id(stored.matrix.layer), stored.matrix.expert)))
+        master[stored.rows] = rounded.values
         self.quantized.append(stored.module)
         for suffix, tensor in rounded.tensors.items():
             whole = tensor.t() if suffix == "weight" and stored.transposed else tensor
             yield f"{stored.module}.{suffix}", whole.cpu().contiguous()
 
-    def _move(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
+    def _move_scales(self, layer: int, masters: Masters, inputs: Inputs, plain: set[int]) -> None:
         """Move scales, group by group, so that the layer's output stays the same."""
         walk = self._walk
         first = self._batches[0] if self._batches else None
         before = None if first is None else walk.run(layer, first)
         moved = False
         for group in groups(walk.layers[layer]):
-            rounded = [each for each in group.readers if id(each.layer) not in plain]
-            readers = [
-                Reader(masters.weight(each), inputs[id(each.layer), each.expert])
+            rounded = [each for each in group.consumers if id(each.layer) not in plain]
+            consumers = [
+                Consumer(masters.weight(each), inputs[id(each.layer), each.expert])
                 for each in rounded
                 if (id(each.layer), each.expert) in inputs
             ]
-            scales = self._recipe.scales(group, readers) if readers else None
+            scales = self._recipe.scales(group, consumers) if consumers else None
             if scales is None:
                 continue
             moved = True
-            if len(rounded) < len(group.readers):
+            if len(rounded) < len(group.consumers):
                 # Powers of two change no bit of a weight that is not rounded again.
                 scales = scales.log2().round().exp2()
             taken = group.at_inputs(masters.move(group, scales, self._type_of(group)))
-            for reader in group.readers:
-                of_reader = inputs.get((id(reader.layer), reader.expert))
-                if of_reader is not None:
-                    of_reader.divide(taken)
+            for consumer in group.consumers:
+                statistics = inputs.get((id(consumer.layer), consumer.expert))
+                if statistics is not None:
+                    statistics.divide(taken)
         if not moved or first is None or before is None:
             return
         masters.write_back()
@@ -227,8 +227,8 @@ class _Quantizer:
     def _type_of(self, group: Group) -> torch.dtype:
         """Return the dtype in the file of the module that produces the group's features."""
         plan = self._walk.plan
-        maker = group.maker.matrix.layer if isinstance(group.maker, Rows) else group.maker
-        name = next(name for name in plan.targets if plan.owner(name) is maker)
+        producer = group.producer.matrix.layer if isinstance(group.producer, Rows) else group.producer
+        name = next(name for name in plan.targets if plan.owner(name) is producer)
         return FLOAT_DTYPES[self._entries[name].dtype]
 
 
@@ -238,9 +238,9 @@ def computes_the_same(before: Tensor, after: Tensor, given: Tensor) -> bool:
     A tenth of the tokens may differ: of experts that are nearly as good, the last bit of a router's input chooses.
     """
     differences, changes = (each.float().norm(dim=1) for each in (after - before, before - given))
-    least = differences.argsort()[: -(-9 * len(differences) // 10)]
+    closest = differences.argsort()[: -(-9 * len(differences) // 10)]
     tolerance = 1e-3 if before.dtype == torch.float32 else 5e-2
-    return bool(differences[least].norm() <= tolerance * changes[least].norm() + 1e-6)
+    return bool(differences[closest].norm() <= tolerance * changes[closest].norm() + 1e-6)
 
 
 def _check_tensors(walk: Walk, recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from asyncllm.lite.observed import InputStatistics
-from asyncllm.lite.search import Reader
+from asyncllm.lite.search import Consumer
 from asyncllm.lite.smoothing import Group
 
 __all__ = ["Recipe", "Rounded"]
@@ -34,7 +34,7 @@ class Recipe(ABC):
     def check(self, n: int, k: int) -> None:
         """Raise InvalidParameter or InvalidCheckpoint for a weight [n, k] that the file cannot store."""
 
-    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
+    def scales(self, group: Group, consumers: Sequence[Consumer]) -> Tensor | None:
         """Return the scales [C] to divide the group's features by, or None for no scales."""
         return None
 

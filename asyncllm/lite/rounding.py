@@ -29,7 +29,7 @@ class Grid:
     symmetric: bool
     dtype: torch.dtype = torch.float16
     """dtype of the stored scales."""
-    least_zero: int = 0
+    min_zero: int = 0
     """The smallest zero point that the file can store."""
 
     @property
@@ -62,7 +62,7 @@ class Grid:
         # The smallest values of a dtype are sparse.
         scales = scales.clamp(min=1e-5 if self.dtype == torch.float16 else 1e-12).to(self.dtype).float()
         if not self.symmetric:
-            zeros = (-zeros / scales).round().clamp(self.least_zero, self.top)
+            zeros = (-zeros / scales).round().clamp(self.min_zero, self.top)
         return scales, zeros
 
     def codes(self, groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.rounding import Grid
 from asyncllm.lite.smoothing import Group
 
-__all__ = ["Reader", "activation_aware", "least", "product_error", "scaled_error", "smoothing"]
+__all__ = ["Consumer", "activation_aware", "best_scales", "product_error", "scaled_error", "smoothing"]
 
-_LEAST = 1e-4
+_MIN_SCALE = 1e-4
 """Minimum value of a scale."""
 
 
-class Reader(NamedTuple):
+class Consumer(NamedTuple):
     """A matrix of a group that is about to be rounded."""
 
     weight: Tensor
@@ -27,32 +27,35 @@ class Reader(NamedTuple):
     inputs: InputStatistics
 
 
-Error = Callable[[Reader, Tensor], Tensor]
-"""(reader, scales [K]) -> error after its inputs are divided and its weight multiplied by scales, and both rounded."""
+Error = Callable[[Consumer, Tensor], Tensor]
+"""(consumer, scales [K]) -> error after its inputs are divided and its weight multiplied by scales, and both
+rounded."""
 
 
-def least(group: Group, readers: Sequence[Reader], candidates: Iterable[Tensor], error: Error) -> Tensor | None:
-    """Return the scales [C] with the smallest total error of the readers, or None if no scales are better."""
-    best, chosen = _total(group, readers, None, error), None
+def best_scales(
+    group: Group, consumers: Sequence[Consumer], candidates: Iterable[Tensor], error: Error
+) -> Tensor | None:
+    """Return the scales [C] with the smallest total error of the consumers, or None if no scales are better."""
+    best, chosen = _total(group, consumers, None, error), None
     for scales in candidates:
-        found = _total(group, readers, scales, error)
+        found = _total(group, consumers, scales, error)
         if found < best:
             best, chosen = found, scales
     return chosen
 
 
-def _total(group: Group, readers: Sequence[Reader], scales: Tensor | None, error: Error) -> float:
-    ones = torch.ones_like(readers[0].inputs.total)
+def _total(group: Group, consumers: Sequence[Consumer], scales: Tensor | None, error: Error) -> float:
+    ones = torch.ones_like(consumers[0].inputs.total)
     spread = ones if scales is None else group.at_inputs(scales)
-    return sum(float(error(reader, spread)) for reader in readers)
+    return sum(float(error(consumer, spread)) for consumer in consumers)
 
 
 def product_error(grid: Grid) -> Error:
     """Return the squared error of all products of the inputs with a weight rounded to nearest."""
 
-    def error(reader: Reader, scales: Tensor) -> Tensor:
-        difference = grid.nearest(reader.weight * scales) / scales - reader.weight
-        return ((difference @ reader.inputs.moments) * difference).sum()
+    def error(consumer: Consumer, scales: Tensor) -> Tensor:
+        difference = grid.nearest(consumer.weight * scales) / scales - consumer.weight
+        return ((difference @ consumer.inputs.moments) * difference).sum()
 
     return error
 
@@ -61,22 +64,22 @@ def scaled_error(dtype: torch.dtype) -> Error:
     """Return the squared error of products of sampled inputs, if these and the weight are rounded to 8 bits, with one
     scale for each token and each output feature."""
 
-    def error(reader: Reader, scales: Tensor) -> Tensor:
-        rows = reader.inputs.rows
-        inputs, weight = _rounded(rows / scales, dtype), _rounded(reader.weight * scales, dtype)
-        return (inputs @ weight.t() - rows @ reader.weight.t()).square().sum() / max(1, len(rows))
+    def error(consumer: Consumer, scales: Tensor) -> Tensor:
+        rows = consumer.inputs.rows
+        inputs, weight = _rounded(rows / scales, dtype), _rounded(consumer.weight * scales, dtype)
+        return (inputs @ weight.t() - rows @ consumer.weight.t()).square().sum() / max(1, len(rows))
 
     return error
 
 
-def activation_aware(group: Group, readers: Sequence[Reader], grid: Grid, *, search: bool) -> list[Tensor]:
+def activation_aware(group: Group, consumers: Sequence[Consumer], grid: Grid, *, search: bool) -> list[Tensor]:
     """Return AWQ's candidates (https://arxiv.org/abs/2306.00978): a scale grows with the input, and shrinks with the
     magnitude of its weights relative to their groups."""
-    count = sum(reader.inputs.count for reader in readers)
-    total = torch.stack([reader.inputs.total for reader in readers]).sum(0)
-    inputs = group.of_features(total / max(1, count)).clamp(min=_LEAST)
-    parts = [_shares(reader.weight, grid) for reader in readers]
-    weights = group.of_features(torch.cat(parts).mean(0)).clamp(min=_LEAST)
+    count = sum(consumer.inputs.count for consumer in consumers)
+    total = torch.stack([consumer.inputs.total for consumer in consumers]).sum(0)
+    inputs = group.of_features(total / max(1, count)).clamp(min=_MIN_SCALE)
+    parts = [_shares(consumer.weight, grid) for consumer in consumers]
+    weights = group.of_features(torch.cat(parts).mean(0)).clamp(min=_MIN_SCALE)
     if not search:
         return [_normed((inputs / weights).sqrt())]
     ratios = [step / 20 for step in range(20)]
@@ -85,13 +88,13 @@ def activation_aware(group: Group, readers: Sequence[Reader], grid: Grid, *, sea
     ]
 
 
-def smoothing(group: Group, readers: Sequence[Reader], *, search: bool) -> list[Tensor]:
+def smoothing(group: Group, consumers: Sequence[Consumer], *, search: bool) -> list[Tensor]:
     """Return SmoothQuant's candidates (https://arxiv.org/abs/2211.10438), which shift part of the inputs' magnitude to
     the weights."""
-    largest = torch.stack([reader.inputs.largest for reader in readers]).amax(0)
-    inputs = group.of_features(largest).clamp(min=_LEAST)
-    columns = torch.stack([reader.weight.abs().amax(0) for reader in readers]).amax(0)
-    weights = group.of_features(columns).clamp(min=_LEAST)
+    largest = torch.stack([consumer.inputs.largest for consumer in consumers]).amax(0)
+    inputs = group.of_features(largest).clamp(min=_MIN_SCALE)
+    columns = torch.stack([consumer.weight.abs().amax(0) for consumer in consumers]).amax(0)
+    weights = group.of_features(columns).clamp(min=_MIN_SCALE)
     ratios = [step / 20 for step in range(1, 20)] if search else [0.5]
     return [_normed(inputs**ratio / weights ** (1 - ratio)) for ratio in ratios]
 
@@ -103,7 +106,7 @@ def _shares(weight: Tensor, grid: Grid) -> Tensor:
 
 
 def _normed(scales: Tensor) -> Tensor:
-    scales = scales.clamp(min=_LEAST)
+    scales = scales.clamp(min=_MIN_SCALE)
     return scales / (scales.amax() * scales.amin()).sqrt()
 
 

@@ -19,7 +19,7 @@ from asyncllm.layers.delta_net import GatedDeltaNet
 from asyncllm.layers.gated_attention import HeadGatedAttention
 from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.latent_attention import LatentAttention
-from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.linear_method import Weighted, of_expert
 from asyncllm.layers.mamba2 import GroupedNorm, Mamba2
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
@@ -51,20 +51,21 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """C features that can be divided by scales where they are produced and multiplied where they are read."""
+    """C features that can be divided by scales where they are produced, if the weights that read them are multiplied by
+    the same scales."""
 
-    maker: AnyNorm | Rows
-    readers: tuple[Matrix, ...]
+    producer: AnyNorm | Rows
+    consumers: tuple[Matrix, ...]
     spread: Tensor | None = None
-    """int64 [K]: the feature at each input of the readers; None: input i is feature i."""
+    """int64 [K]: the feature at each input of the consumers; None: input i is feature i."""
 
     @property
     def size(self) -> int:
         """The number of features, C."""
-        return len(self.maker.rows) if isinstance(self.maker, Rows) else self.maker.weight.shape[-1]
+        return len(self.producer.rows) if isinstance(self.producer, Rows) else self.producer.weight.shape[-1]
 
     def at_inputs(self, scales: Tensor) -> Tensor:
-        """Expand scales [C] to the readers' inputs [K]."""
+        """Expand scales [C] to the consumers' inputs [K]."""
         return scales if self.spread is None else scales[self.spread]
 
     def of_features(self, values: Tensor) -> Tensor:
@@ -90,12 +91,12 @@ class Masters:
 
     def weight(self, matrix: Matrix) -> Tensor:
         """Return the float32 copy itself, [N, K]."""
-        return _of(self._weights[id(matrix.layer)], matrix.expert)
+        return of_expert(self._weights[id(matrix.layer)], matrix.expert)
 
     def bias(self, matrix: Matrix) -> Tensor | None:
         """Return the float32 copy itself, [N], or None without a bias."""
         bias = self._biases.get(id(matrix.layer))
-        return None if bias is None else _of(bias, matrix.expert)
+        return None if bias is None else of_expert(bias, matrix.expert)
 
     def write_back(self) -> None:
         """Copy the float32 weights back to the layers."""
@@ -106,20 +107,20 @@ class Masters:
 
     def move(self, group: Group, scales: Tensor, stored: torch.dtype) -> Tensor:
         """Divide the group's features by scales [C] where they are produced, multiply where they are read, and return
-        the scales used. A norm is rounded to the file's dtype `stored`, and the readers compensate for that."""
-        if not isinstance(group.maker, Rows):
-            scales = _divide_norm(group.maker, scales, stored)
-            self.changed.add(id(group.maker))
+        the scales used. A norm is rounded to the file's dtype `stored`, and the consumers compensate for that."""
+        if not isinstance(group.producer, Rows):
+            scales = _divide_norm(group.producer, scales, stored)
+            self.changed.add(id(group.producer))
         else:
-            matrix, rows = group.maker
+            matrix, rows = group.producer
             self.weight(matrix)[rows] /= scales[:, None]
             bias = self.bias(matrix)
             if bias is not None:
                 bias[rows] /= scales
             self.changed.add(id(matrix.layer))
-        for reader in group.readers:
-            self.weight(reader).mul_(group.at_inputs(scales))
-            self.changed.add(id(reader.layer))
+        for consumer in group.consumers:
+            self.weight(consumer).mul_(group.at_inputs(scales))
+            self.changed.add(id(consumer.layer))
         return scales
 
 
@@ -152,30 +153,30 @@ def plain_layers(block: AnyBlock) -> list[Weighted]:
 
 def groups(block: AnyBlock) -> Iterator[Group]:
     """Yield the groups of a block, from the input to the output of each branch."""
-    of_attention, of_mlp = _attention_readers(block.attn), _mlp_readers(block.mlp)
+    of_attention, of_mlp = _attention_consumers(block.attn), _mlp_consumers(block.mlp)
     if isinstance(block, SingleBlock):
-        yield from _behind(block.norm, of_attention + of_mlp)
+        yield from _after_norm(block.norm, of_attention + of_mlp)
     elif isinstance(block, ParallelBlock) and block.mlp_norm is None:
-        yield from _behind(block.attn_norm, of_attention + of_mlp)
+        yield from _after_norm(block.attn_norm, of_attention + of_mlp)
     elif not isinstance(block, PostNormBlock | StreamNormBlock):
-        yield from _behind(block.attn_norm, of_attention)
+        yield from _after_norm(block.attn_norm, of_attention)
         if block.mlp_norm is not None:
-            yield from _behind(block.mlp_norm, of_mlp)
+            yield from _after_norm(block.mlp_norm, of_mlp)
     for module in block.modules():
         yield from _within_attention(module)
         yield from _within_mlp(module)
 
 
-def _behind(norm: Norm, readers: tuple[Matrix, ...]) -> Iterator[Group]:
+def _after_norm(norm: Norm, consumers: tuple[Matrix, ...]) -> Iterator[Group]:
     """Yield the features that a norm produces, unless it has no weight to divide, or nothing known reads them."""
-    if readers and next(norm.parameters(), None) is not None:
-        yield Group(norm, readers)
+    if consumers and next(norm.parameters(), None) is not None:
+        yield Group(norm, consumers)
 
 
-def _attention_readers(attention: nn.Module | None) -> tuple[Matrix, ...]:
+def _attention_consumers(attention: nn.Module | None) -> tuple[Matrix, ...]:
     match attention:
         case JointMixers():
-            return _attention_readers(attention.attention) + _attention_readers(attention.state)
+            return _attention_consumers(attention.attention) + _attention_consumers(attention.state)
         case StateLayer():
             return tuple(Matrix(_projection(attention, name)) for name in attention.first_products)
         case LatentAttention():
@@ -188,21 +189,21 @@ def _attention_readers(attention: nn.Module | None) -> tuple[Matrix, ...]:
             return ()
 
 
-def _mlp_readers(mlp: nn.Module | None) -> tuple[Matrix, ...]:
+def _mlp_consumers(mlp: nn.Module | None) -> tuple[Matrix, ...]:
     match mlp:
         case GatedMLP():
             return (Matrix(mlp.gate_up),)
         case PlainMLP():
             return (Matrix(mlp.up),)
         case MoE():
-            shared = () if mlp.shared is None else _mlp_readers(mlp.shared)
+            shared = () if mlp.shared is None else _mlp_consumers(mlp.shared)
             gate = () if mlp.shared_gate is None else (Matrix(mlp.shared_gate),)
-            return (Matrix(_router(mlp)), *_expert_readers(mlp), *shared, *gate)
+            return (Matrix(_router(mlp)), *_expert_consumers(mlp), *shared, *gate)
         case _:
             return ()
 
 
-def _expert_readers(moe: MoE) -> tuple[Matrix, ...]:
+def _expert_consumers(moe: MoE) -> tuple[Matrix, ...]:
     if isinstance(moe, PlainMoE) and moe.into is not None:
         return (Matrix(moe.into),)
     return tuple(Matrix(moe.gate_up, expert) for expert in range(moe.gate_up.num_experts or 0))
@@ -249,14 +250,10 @@ def _within_mlp(mlp: nn.Module) -> Iterator[Group]:
     """Yield the features that the gate multiplies, which is linear unless it is limited, and what the norm of experts
     produces. A plain MLP has its activation in between."""
     if isinstance(mlp, NormedMoE):
-        yield from _behind(mlp.input_norm, _expert_readers(mlp))
+        yield from _after_norm(mlp.input_norm, _expert_consumers(mlp))
     if not isinstance(mlp, GatedMLP | MoE) or isinstance(mlp, PlainMoE) or (isinstance(mlp, MoE) and mlp.limit):
         return
     up = mlp.gate_up.rows["up"]
     rows = torch.arange(up.start, up.stop)
     for expert in (None,) if mlp.gate_up.num_experts is None else range(mlp.gate_up.num_experts):
         yield Group(Rows(Matrix(mlp.gate_up, expert), rows), (Matrix(mlp.down, expert),))
-
-
-def _of(tensor: Tensor, index: int | None) -> Tensor:
-    return tensor if index is None else tensor[index]

@@ -15,11 +15,11 @@ from asyncllm.models.expert_rows import name_of_experts
 from asyncllm.models.load_plan import LoadPlan
 from asyncllm.models.stream import FLOAT_DTYPES
 
-__all__ = ["Stored", "module_of_expert", "restored", "stored_weights"]
+__all__ = ["StoredWeight", "module_of_expert", "restored", "stored_weights"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeight:
     """A weight or bias of the new checkpoint, which corresponds to some rows of a matrix of the model."""
 
     name: str
@@ -36,7 +36,7 @@ class Stored:
         return self.name.removesuffix(f".{self.suffix}")
 
 
-class _Rows(Unquantized):
+class _RowRecorder(Unquantized):
     """Records where each row goes rather than loading it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Rows(Unquantized):
         self.places.append((tensor.reshape(-1).clone(), layer.rows[part]))
 
 
-def stored_weights(walk: Walk, name: str) -> Sequence[Stored]:
+def stored_weights(walk: Walk, name: str) -> Sequence[StoredWeight]:
     """Return the weights or biases that tensor `name` of the old checkpoint holds, whose layer is filled; none for a
     tensor of another kind."""
     target, owner = walk.plan.targets[name], walk.plan.owner(name)
@@ -63,7 +63,7 @@ def module_of_expert(walk: Walk, name: str, part: str | None) -> str | None:
     return name_of_experts(walk.model.weight_map.rows, walk.plan.targets[name].module, part, like=name)
 
 
-def _of_stack(walk: Walk, name: str, owner: Weighted) -> Sequence[Stored]:
+def _of_stack(walk: Walk, name: str, owner: Weighted) -> Sequence[StoredWeight]:
     target = walk.plan.targets[name]
     parts = {part: module_of_expert(walk, name, part) for _, part, _ in target.keys}
     found = []
@@ -71,13 +71,13 @@ def _of_stack(walk: Walk, name: str, owner: Weighted) -> Sequence[Stored]:
         module, rows = parts[part], owner.rows[part]
         assert module is not None, "`quantize` refuses the checkpoint"
         new, own = f"{module.format(e=expert)}.{suffix}", torch.arange(rows.start, rows.stop)
-        found.append(Stored(new, Matrix(owner, expert), own, suffix, transposed=False))
+        found.append(StoredWeight(new, Matrix(owner, expert), own, suffix, transposed=False))
     return found
 
 
-def _of_tensor(walk: Walk, name: str, owner: Weighted) -> Stored:
+def _of_tensor(walk: Walk, name: str, owner: Weighted) -> StoredWeight:
     plan, target = walk.plan, walk.plan.targets[name]
-    recorder, method = _Rows(), owner.method
+    recorder, method = _RowRecorder(), owner.method
     owner.method = recorder
     suffix = target.keys[0][0]
     numbers = torch.arange(walk.checkpoint.tensors[name].shape[-1 if target.transposed else 0])
@@ -88,11 +88,11 @@ def _of_tensor(walk: Walk, name: str, owner: Weighted) -> Stored:
     rows = torch.empty_like(numbers)
     for places, taken in recorder.places:
         rows[places] = torch.arange(taken.start, taken.stop)
-    return Stored(name, Matrix(owner, recorder.expert), rows, suffix, target.transposed)
+    return StoredWeight(name, Matrix(owner, recorder.expert), rows, suffix, target.transposed)
 
 
 def restored(
-    plan: LoadPlan, name: str, weights: Sequence[Stored], masters: Masters, dtype: str
+    plan: LoadPlan, name: str, weights: Sequence[StoredWeight], masters: Masters, dtype: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensor `name`, which is not rounded, in the new checkpoint's form with the changes made to its module;
     nothing if it stays as it is. `weights`: those it holds."""
@@ -106,8 +106,8 @@ def restored(
         values = values - owner.stored_less if suffix == "weight" else values
         yield name, values.to(stored_type).cpu()
     for each in weights:
-        held = masters.weight(each.matrix) if each.suffix == "weight" else masters.bias(each.matrix)
-        assert held is not None
-        values = held[each.rows]
+        master = masters.weight(each.matrix) if each.suffix == "weight" else masters.bias(each.matrix)
+        assert master is not None
+        values = master[each.rows]
         values = values.t() if each.transposed else values
         yield each.name, values.to(stored_type).cpu().contiguous()

@@ -199,9 +199,9 @@ class _Job:
         # compressed-tensors has scales of the model's dtype.
         dtype = _DTYPES[self.stored] if self.compressed else torch.float16
         # The first format of GPTQ stores zero points minus one.
-        least_zero = 1 if files == "gptq" and not self.compressed else 0
+        min_zero = 1 if files == "gptq" and not self.compressed else 0
         return {
-            "grid": Grid(config.w_bits, size, config.w_sym, dtype, least_zero),
+            "grid": Grid(config.w_bits, size, config.w_sym, dtype, min_zero),
             "files": "compressed-tensors" if self.compressed else files,
             "search_clip": config.search_clip,
             "damp": config.damp_percent,

@@ -13,7 +13,7 @@ from asyncllm.lite.gptq import inverse_factor, round_columns
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.recipe import Recipe
 from asyncllm.lite.rounding import Grid
-from asyncllm.lite.search import Reader
+from asyncllm.lite.search import Consumer
 from asyncllm.lite.smoothing import Group
 
 N, K = 48, 128
@@ -37,7 +37,7 @@ def error(recipe: Recipe, weight: Tensor, statistics: InputStatistics, inputs: T
     """Of products with inputs that were not seen, behind scales and rounding."""
     norm = RMSNorm(K, 1e-5)
     group = Group(norm, ())
-    scales = recipe.scales(group, [Reader(weight, statistics)])
+    scales = recipe.scales(group, [Consumer(weight, statistics)])
     scales = torch.ones(K) if scales is None else scales
     statistics.divide(scales)
     values = recipe.round(weight * scales, statistics).values
@@ -73,7 +73,7 @@ def test_codes_that_make_up_for_others_err_less_without_outliers_too() -> None:
 
 def test_smoothed_activations_err_less_where_there_are_outliers() -> None:
     class Plain(SmoothQuant):
-        def scales(self, group: Group, readers: object) -> None:
+        def scales(self, group: Group, consumers: object) -> None:
             return None
 
     plain = error(Plain(torch.int8, False, compensate=False), *case())
@@ -87,7 +87,7 @@ def test_no_search_does_worse_than_none_on_what_it_has_seen() -> None:
     for grid in (Grid(4, 32, True), Grid(2, 64, False), Grid(8, -1, True)):
         found = []
         for recipe in (Scaled(grid, "awq", False, False, search_scale=False), Scaled(grid, "awq", False, False)):
-            scales = recipe.scales(Group(RMSNorm(K, 1e-5), ()), [Reader(weight, statistics)])
+            scales = recipe.scales(Group(RMSNorm(K, 1e-5), ()), [Consumer(weight, statistics)])
             scales = torch.ones(K) if scales is None else scales
             difference = grid.nearest(weight * scales) / scales - weight
             found.append(float(((difference @ statistics.moments) * difference).sum()))
@@ -131,7 +131,7 @@ def test_statistics_do_not_depend_on_how_rows_come() -> None:
 
 def test_groups_that_are_nothing_but_zero_stay_zero() -> None:
     weight = torch.zeros(8, 64)
-    for grid in (Grid(4, 32, True), Grid(4, 32, False, least_zero=1), Grid(8, -1, False)):
+    for grid in (Grid(4, 32, True), Grid(4, 32, False, min_zero=1), Grid(8, -1, False)):
         scales, zeros = grid.fit(weight, None, search=True)
         codes = grid.codes(weight.view(8, scales.shape[1], -1), scales, zeros).view_as(weight)
         decoded, values = grid.decoded(codes, scales, zeros)

@@ -17,7 +17,7 @@ from asyncllm.lite import smoothing
 from asyncllm.lite.observed import InputStatistics
 from asyncllm.lite.quantize import computes_the_same, quantize
 from asyncllm.lite.recipe import Recipe, Rounded
-from asyncllm.lite.search import Reader
+from asyncllm.lite.search import Consumer
 from asyncllm.lite.smoothing import Group
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import random_tokens
@@ -36,7 +36,7 @@ class Moving(Recipe):
     def check(self, n: int, k: int) -> None:
         """Anything will do."""
 
-    def scales(self, group: Group, readers: Sequence[Reader]) -> Tensor | None:
+    def scales(self, group: Group, consumers: Sequence[Consumer]) -> Tensor | None:
         self.groups += 1
         return torch.rand(group.size, generator=torch.Generator().manual_seed(self.groups)) * 3 + 0.3
 
