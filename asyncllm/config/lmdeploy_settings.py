@@ -12,7 +12,7 @@ from asyncllm.errors import UnsupportedFeature, short
 __all__ = ["ANSWERS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
 
 
-_HANDED = "KV blocks are not transferred to other servers; leave it out."
+_NO_TRANSFER = "KV blocks are not transferred to other servers; leave it out."
 
 
 def _each(names: str, values: tuple[Any, ...] | None, why: str) -> dict[str, Neutral]:
@@ -62,8 +62,8 @@ ENGINES: Mapping[str, Neutral] = {
     **_each("cache_checkpoint_interval", (4096,), "States are cached like blocks; leave it out."),
     **_each("cache_prompt cache_generation", ("auto",), "Set enable_prefix_caching."),
     **_each("cache_prompt_boundary_skip", (1,), "Set enable_prefix_caching."),
-    **_each("role", ("Hybrid",), _HANDED),
-    **_each("migration_backend", ("DLSlime",), _HANDED),
+    **_each("role", ("Hybrid",), _NO_TRANSFER),
+    **_each("migration_backend", ("DLSlime",), _NO_TRANSFER),
     **_each("dllm_block_length dllm_denoising_steps", (), "Diffusion language models are not implemented."),
     **_each("dllm_unmasking_strategy", ("low_confidence_dynamic",), "Diffusion language models are not implemented."),
     **_each("dllm_confidence_threshold", (0.85,), "Diffusion language models are not implemented."),
@@ -80,8 +80,8 @@ ANSWERS: Mapping[str, Neutral] = {
     **_each("logits_processors", ([],), "Use logit_bias, bad_words, penalties or response_format."),
     **_each("repetition_ngram_size repetition_ngram_threshold", (0,), _LOOPS),
     **_each("return_routed_experts", (False,), "The choice of experts is not recorded; leave it out."),
-    **_each("with_cache preserve_cache", (False,), _HANDED),
-    **_each("migration_request", (), _HANDED),
+    **_each("with_cache preserve_cache", (False,), _NO_TRANSFER),
+    **_each("migration_request", (), _NO_TRANSFER),
 }
 """Settings of GenerationConfig."""
 
@@ -112,10 +112,10 @@ COMMANDS: Mapping[str, Neutral] = {
 
 
 DISTRIBUTORS: Mapping[str, Neutral] = {
-    **_each("serving_strategy", ("Hybrid",), f"Each node computes prompts and answers. {_HANDED}"),
-    **_each("dummy_prefill disable_gdr", (False,), _HANDED),
-    **_each("migration_protocol", ("RDMA",), _HANDED),
-    **_each("link_type", ("RoCE",), _HANDED),
+    **_each("serving_strategy", ("Hybrid",), f"Each node computes prompts and answers. {_NO_TRANSFER}"),
+    **_each("dummy_prefill disable_gdr", (False,), _NO_TRANSFER),
+    **_each("migration_protocol", ("RDMA",), _NO_TRANSFER),
+    **_each("link_type", ("RoCE",), _NO_TRANSFER),
     **_each("disable_cache_status", (False, True), "Nodes are asked for their state, and no copy of it is cached."),
 }
 """Options of `lmdeploy serve proxy`."""

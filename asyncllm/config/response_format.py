@@ -105,12 +105,12 @@ def grammar_of(value: Mapping[str, Any] | None) -> GrammarSpec | None:
             )
 
 
-def _text(value: object, most: int) -> str:
+def _text(value: object, limit: int) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidParameter(f"{FIELD} holds no text for its type. Give one.", FIELD)
-    if len(value) > most:
+    if len(value) > limit:
         raise InvalidParameter(
-            f"The pattern or grammar has {len(value)} characters, and at most {most} are taken. Shorten it.", FIELD
+            f"The pattern or grammar has {len(value)} characters, and at most {limit} are taken. Shorten it.", FIELD
         )
     return value
 

@@ -137,4 +137,4 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
 
 
 DEFAULT_URL = f"http://{ServerConfig().server_name}:{ServerConfig().server_port}"
-"""The config of a server without settings."""
+"""The address of a server with default settings."""

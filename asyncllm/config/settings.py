@@ -24,14 +24,14 @@ __all__ = ["MAX_COUNT", "Settings", "check_address", "checked", "choices"]
 MAX_COUNT = 2**31 - 1
 
 
-class _Named(msgspec.StructMeta):
-    """Constructs the class from fields under any of their names."""
+class _CheckedNames(msgspec.StructMeta):
+    """Passes the keywords of a constructor through `own_fields`."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **cls.own_fields(fields))  # type: ignore[attr-defined]
 
 
-class Settings(msgspec.Struct, metaclass=_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(msgspec.Struct, metaclass=_CheckedNames, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validated, immutable group of settings."""
 
     NEUTRAL: ClassVar[Mapping[str, Neutral]] = MappingProxyType({})

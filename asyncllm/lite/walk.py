@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.errors import UnsupportedModel
-from asyncllm.layers.axis_positions import AXIS_COLUMNS
 from asyncllm.layers.block import AnyAttention, AnyBlock
-from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
-from asyncllm.layers.rotary import ROPE_LENS
+from asyncllm.layers.prompt_step import empty_cache, prompt_step
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import allocate
@@ -140,24 +138,17 @@ class Walk:
     def run(self, layer: int, batch: Batch) -> Tensor:
         """Return the residual stream of a batch after a filled layer [T, hidden], in host memory."""
         block = self.layers[layer]
-        blocks = sum(-(-length // self._block_size) for length in batch.lens)
         caches: list[object] = [None] * len(self.model.cache_specs)
         for module in block.modules():
             if isinstance(module, AnyAttention):
-                caches[module.layer] = self._cache(module.cache_spec, blocks)
+                caches[module.layer] = empty_cache(
+                    module.cache_spec, batch.lens, block_size=self._block_size, dtype=self.dtype, device=self.device
+                )
         step = self._step(batch, caches)
         self.model.place(step)
         branch, residual = block(None, batch.hidden.to(self.device, copy=True), step)
         hidden: Tensor = residual + branch
         return hidden.cpu()
-
-    def _cache(self, spec: CacheSpec, blocks: int) -> object:
-        """Return an empty cache of some blocks for one layer."""
-        tensors = [
-            torch.zeros(part.planes, blocks, *part.shape, dtype=part.dtype, device=self.device)
-            for part in spec.parts(self._block_size, self.dtype)
-        ]
-        return spec.cache(tensors, self._block_size)
 
     @torch.no_grad()
     def compare(self, before: Sequence[Batch], after: Sequence[Batch]) -> Comparison:
@@ -186,31 +177,7 @@ class Walk:
 
     def _step(self, batch: Batch, caches: Sequence[object]) -> StepInputs:
         """Return all sequences of a batch as prompts, each with blocks of its own."""
-        lens = torch.tensor(batch.lens)
-        ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-        widths = -(-lens // self._block_size)
-        first = torch.cat([widths.new_zeros(1), widths.cumsum(0)])[:-1]
-        positions = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lens)
-        places = positions + first.repeat_interleave(lens) * self._block_size
-        tables = (first[:, None] + torch.arange(int(widths.max()))).clamp(max=int(widths.sum()) - 1)
-        device = self.device
-        return StepInputs(
-            input_ids=batch.ids.to(device),
-            positions=positions.to(device),
-            places=places.to(device),
-            num_decode=0,
-            q_offsets=ends.int().to(device),
-            kv_lens=lens.int().to(device),
-            block_tables=tables.int().to(device),
-            max_q_len=max(batch.lens),
-            caches=caches,
-            prompts=[(length, length) for length in batch.lens],
-            # Text advances equally along all axes.
-            more={
-                ROPE_LENS: lens.repeat_interleave(lens).to(device),
-                **dict.fromkeys(AXIS_COLUMNS, torch.zeros_like(positions).to(device)),
-            },
-        )
+        return prompt_step(batch.ids, batch.lens, caches, block_size=self._block_size, device=self.device)
 
 
 def _part_of(path: str) -> str:

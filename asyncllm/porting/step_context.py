@@ -9,7 +9,8 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.layers.cache_spec import CacheSpec, PagedKVSpec
-from asyncllm.layers.rotary import ROPE_LENS, RopeConfig, RotaryEmbedding
+from asyncllm.layers.prompt_step import empty_cache, prompt_step
+from asyncllm.layers.rotary import RopeConfig, RotaryEmbedding
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import DecoderLM
 
@@ -45,31 +46,13 @@ def make_step_context(
         specs = model.cache_specs
         parameter = next(each for each in model.parameters() if each.is_floating_point())
         device, dtype = parameter.device, parameter.dtype
-    counts = lens.to(device)
-    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    widths = -(-counts // block_size)
-    first = torch.cat([widths.new_zeros(1), widths.cumsum(0)])[:-1]
-    positions = torch.arange(int(ends[-1]), device=device) - ends[:-1].repeat_interleave(counts)
-    tables = first[:, None] + torch.arange(int(widths.max()), device=device)
-    caches = []
-    for spec in specs:
-        parts = spec.parts(block_size, dtype)
-        tensors = [
-            torch.zeros(part.planes, int(widths.sum()), *part.shape, dtype=part.dtype, device=device) for part in parts
-        ]
-        caches.append(spec.cache(tensors, block_size))
-    step = StepInputs(
-        input_ids=continuous_tensor(rows, lens).to(device).long(),
-        positions=positions,
-        places=positions + first.repeat_interleave(counts) * block_size,
-        num_decode=0,
-        q_offsets=ends.int(),
-        kv_lens=counts.int(),
-        block_tables=tables.clamp(max=int(widths.sum()) - 1).int(),
-        max_q_len=int(lens.max()),
-        caches=caches,
-        prompts=[(length, length) for length in lens.tolist()],
-        more={ROPE_LENS: counts.repeat_interleave(counts)},
+    lengths = lens.tolist()
+    step = prompt_step(
+        continuous_tensor(rows, lens).long(),
+        lengths,
+        [empty_cache(spec, lengths, block_size=block_size, dtype=dtype, device=device) for spec in specs],
+        block_size=block_size,
+        device=device,
     )
     if model is not None:
         model.place(step)
