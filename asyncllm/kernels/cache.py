@@ -22,8 +22,9 @@ instruction."""
 class PagedKV(NamedTuple):
     """Keys and values of one layer, in blocks.
 
-    A token's *place* is its block's id * block_size + its offset in the block. A *line* is one head of one token's key
-    or value. Keys and values share their memory, so that a step writes both at once and reads both at once.
+    A token's *place* is its block's id * block_size + its offset in the block: what other projects call its entry in
+    the slot mapping. A *line* is one head of one token's key or value. Keys and values share their memory, so that a
+    step writes both at once and reads both at once.
     """
 
     k: Tensor

@@ -1,7 +1,9 @@
-"""Memories of keys and values: states that tokens write and read, by the gated delta rule or as state spaces.
+"""Memories of keys and values (linear attention): states that tokens write and read, by the gated delta rule or as
+state spaces.
 
-They have two forms. Token by token is the definition, and used for rows of one token. Prompts are cut into pieces: the
-effects of a piece's tokens on each other are matrix products, and the memory is read and written once per piece.
+They have two forms. Token by token is the definition, and used for rows of one token. Prompts are cut into pieces, the
+chunks of the papers: the effects of a piece's tokens on each other are matrix products, and the memory is read and
+written once per piece.
 """
 
 from __future__ import annotations
@@ -112,9 +114,9 @@ def _by_piece(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
             left_of = (decay[:, :, None] - decay[:, None]).tril().exp()
             if delta:
                 # Each token forgets what the memory, and the earlier tokens of the piece, hold for its key.
-                said = (keys @ keys.mT * left_of * weight).tril(-1)
+                predicted = (keys @ keys.mT * left_of * weight).tril(-1)
                 learned = torch.linalg.solve_triangular(
-                    said, weight * (learned - left * (keys @ held)), upper=False, unitriangular=True
+                    predicted, weight * (learned - left * (keys @ held)), upper=False, unitriangular=True
                 )
             else:
                 learned = weight * learned

@@ -25,7 +25,7 @@ class States(NamedTuple):
     """Tokens of a block."""
 
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Maximum number of tokens in a piece. The work between its tokens grows with their number; the number of pieces
 falls."""
 
@@ -89,7 +89,7 @@ def _cut(q_offsets: Tensor, before: Tensor, num_tokens: int, block_size: int) ->
     num_rows = len(before)
     if not num_rows or not num_tokens:
         return None
-    size = max(size for size in range(1, min(MOST_TOKENS, block_size) + 1) if block_size % size == 0)
+    size = max(size for size in range(1, min(MAX_TOKENS, block_size) + 1) if block_size % size == 0)
     begin, end = q_offsets[:-1], q_offsets[1:]
     begun = before.to(q_offsets.dtype).clamp(min=0) % size
     counts = torch.where(end > begin, (begun + end - begin + size - 1) // size, 0)

@@ -86,10 +86,10 @@ def rope_fill_kv(
     else:
         q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
         heads = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], 1)
-    return _turn_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads, interleaved=interleaved)
+    return _rotate_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads, interleaved=interleaved)
 
 
-def _turn_and_fill(
+def _rotate_and_fill(
     heads: Tensor,
     rotation: Rotation,
     cache: KVCache,
@@ -127,4 +127,4 @@ def linear_rope_fill_kv(
     x [T, K], weight [(num_heads + 2 num_kv_heads) * head_dim, K]. -> q [T, num_heads, head_dim].
     """
     heads = F.linear(x, weight).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    return _turn_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads)
+    return _rotate_and_fill(heads, rotation, cache, plan, num_heads, num_kv_heads)

@@ -27,10 +27,10 @@ from asyncllm.kernels.dispatch import op
 __all__ = [
     "add_bias",
     "all_words",
+    "apply_min_p",
     "ban",
-    "cut",
-    "draw_of_all",
-    "draw_of_falling",
+    "draw_all",
+    "draw_sorted",
     "gumbel_noise",
     "gumbel_noise_at",
     "keep_only",
@@ -56,7 +56,7 @@ NOT_FINITE, NOTHING_LEFT = 1, 2
 """Flags of rows that cannot be sampled: a logit is NaN or infinity; all logits are minus infinity."""
 
 NUM_SETTINGS = 5
-"""Columns of the settings table: seed, top-k, bits of the float64 top-p, least mass (min-p), bits of the float32
+"""Columns of the settings table: seed, top-k, bits of the float64 top-p, minimum mass (min-p), bits of the float32
 reciprocal temperature, which is 0 for a greedy row."""
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -247,7 +247,7 @@ def sample(
         settings = settings[slots.clamp_min(0)]
     usable = maxima.isfinite() if slots is None else maxima.isfinite() & (slots >= 0)
     tokens.copy_(best.masked_fill_(~usable, 0))
-    seeds, top_k, top_p, least, reciprocal = settings.unbind(-1)
+    seeds, top_k, top_p, min_masses, reciprocal = settings.unbind(-1)
     top_p = top_p.contiguous().view(torch.float64)
     reciprocal = reciprocal.to(torch.int32).view(torch.float32)
     drawn = usable & (reciprocal > 0)
@@ -259,13 +259,13 @@ def sample(
         rows = dense.nonzero().squeeze(-1)
         shifted = shift(logits[rows], maxima[rows], reciprocal[rows])
         words = all_words(seeds[rows], positions[rows], logits.shape[-1])
-        tokens[rows] = draw_of_all(cut(shifted, None, least[rows]), words)
+        tokens[rows] = draw_all(apply_min_p(shifted, None, min_masses[rows]), words)
     if bounded.any():
         rows = bounded.nonzero().squeeze(-1)
         ids = top_tokens(logits[rows].float(), int(top_k[rows].max()))
         shifted = shift(logits[rows].gather(-1, ids), maxima[rows], reciprocal[rows])
-        tokens[rows] = draw_of_falling(
-            shifted, ids, top_k[rows], top_p[rows], least[rows], seeds[rows], positions[rows]
+        tokens[rows] = draw_sorted(
+            shifted, ids, top_k[rows], top_p[rows], min_masses[rows], seeds[rows], positions[rows]
         )
     if nucleus.any():
         rows = nucleus.nonzero().squeeze(-1)
@@ -276,7 +276,7 @@ def sample(
             masses = mass(shifted)
             running = masses.cumsum(dim=-1)
             shifted = _keep_nucleus(shifted, running, limit)
-            tokens[rows] = _draw(cut(shifted, masses, least[rows]), ids, seeds[rows], positions[rows])
+            tokens[rows] = _draw(apply_min_p(shifted, masses, min_masses[rows]), ids, seeds[rows], positions[rows])
             wide = running[:, -1] < limit
             if width >= logits.shape[-1] or not wide.any():
                 break
@@ -289,11 +289,11 @@ def shift(logits: Tensor, maxima: Tensor, reciprocal: Tensor) -> Tensor:
     return (logits.float() - maxima.unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
 
 
-def cut(shifted: Tensor, masses: Tensor | None, least: Tensor) -> Tensor:
-    """Drop tokens whose mass is below `least` (min-p: the most likely token has a mass of one)."""
-    if not least.any():
+def apply_min_p(shifted: Tensor, masses: Tensor | None, min_masses: Tensor) -> Tensor:
+    """Drop tokens whose mass is below `min_masses` (min-p: the most likely token has a mass of one)."""
+    if not min_masses.any():
         return shifted
-    return shifted.masked_fill((mass(shifted) if masses is None else masses) < least.unsqueeze(-1), -torch.inf)
+    return shifted.masked_fill((mass(shifted) if masses is None else masses) < min_masses.unsqueeze(-1), -torch.inf)
 
 
 def _limit(top_p: Tensor, total: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def _keep_nucleus(shifted: Tensor, running: Tensor, limit: Tensor) -> Tensor:
     return shifted.masked_fill(pad(running[:, :-1] >= limit.unsqueeze(-1), (1, 0), value=False), -torch.inf)
 
 
-def draw_of_all(shifted: Tensor, words: Tensor) -> Tensor:
+def draw_all(shifted: Tensor, words: Tensor) -> Tensor:
     """Return the Gumbel-max draw over all tokens from `shifted` logits and noise `words` [R, V].
 
     Torch's own logarithms, which are faster but differ between devices, select the few tokens that can win. Both errors
@@ -324,18 +324,18 @@ def draw_of_all(shifted: Tensor, words: Tensor) -> Tensor:
     return tokens.scatter_reduce_(0, rows[won], ids[won], "amin")
 
 
-def draw_of_falling(
-    shifted: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
+def draw_sorted(
+    shifted: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_masses: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """Return the Gumbel-max draw over candidates in falling order, with shifted logits [R, K] and tokens `ids` [R, K].
-    Only the first `top_k` [R] candidates, the nucleus of `top_p` [R] float64 of their mass, and those of at least the
-    mass `least` [R] are drawn."""
+    Only the first `top_k` [R] candidates, the nucleus of `top_p` [R] float64 of their mass, and those of at least
+    the mass `min_masses` [R] are drawn."""
     places = torch.arange(ids.shape[-1], device=ids.device)
     shifted = shifted.masked_fill(places >= top_k.unsqueeze(-1), -torch.inf)
     masses = mass(shifted)
     running = masses.cumsum(dim=-1)
     shifted = _keep_nucleus(shifted, running, _limit(top_p, running[:, -1]))
-    return _draw(cut(shifted, masses, least), ids, seeds, positions)
+    return _draw(apply_min_p(shifted, masses, min_masses), ids, seeds, positions)
 
 
 def _draw(shifted: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

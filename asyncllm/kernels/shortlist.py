@@ -69,7 +69,7 @@ def shortlist(
         return lists
     logits = logits[:, : tokens.number].float()
     settings = settings[slots.clamp_min(0)]
-    seeds, top_k, _, least, reciprocal = settings.unbind(-1)
+    seeds, top_k, _, min_masses, reciprocal = settings.unbind(-1)
     reciprocal = reciprocal.to(torch.int32).view(torch.float32)
     bounded = (top_k > 0) & (top_k < tokens.vocab_size)
     lengths = torch.where((reciprocal > 0) & bounded, top_k, 1)
@@ -82,8 +82,8 @@ def shortlist(
         rows = dense.nonzero().squeeze(-1)
         shifted = sampling.shift(logits[rows], maxima[rows], reciprocal[rows])
         words = sampling.all_words(seeds[rows], positions[rows].to(torch.int64), tokens.number, first=tokens.first)
-        shifted = sampling.cut(shifted, None, least[rows])
-        won = sampling.draw_of_all(shifted, words).unsqueeze(-1)
+        shifted = sampling.apply_min_p(shifted, None, min_masses[rows])
+        won = sampling.draw_all(shifted, words).unsqueeze(-1)
         lists[rows, 0] = packed[rows].gather(-1, won).masked_fill(shifted.gather(-1, won).isneginf(), EMPTY).squeeze(-1)
     return lists
 
@@ -107,19 +107,19 @@ def draw_listed(
     entries = lists.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
     logits, ids = sampling.unpack(entries)
     tokens.copy_(ids[:, 0].masked_fill(~usable, 0))
-    seeds, top_k, top_p, least, reciprocal = settings[slots.clamp_min(0)].unbind(-1)
+    seeds, top_k, top_p, min_masses, reciprocal = settings[slots.clamp_min(0)].unbind(-1)
     reciprocal = reciprocal.to(torch.int32).view(torch.float32)
     rows = (usable & (reciprocal > 0)).nonzero().squeeze(-1)
     if len(rows):
         shifted = sampling.shift(logits[rows], maxima[rows], reciprocal[rows])
         shifted = shifted.masked_fill(entries[rows] == EMPTY, -torch.inf)
         bounded = (top_k > 0) & (top_k < vocab_size)
-        tokens[rows] = sampling.draw_of_falling(
+        tokens[rows] = sampling.draw_sorted(
             shifted,
             ids[rows],
             torch.where(bounded, top_k, vocab_size)[rows],
             torch.where(bounded, top_p.contiguous().view(torch.float64), 1.0)[rows],
-            least[rows],
+            min_masses[rows],
             seeds[rows],
             positions[rows].to(torch.int64),
         )

@@ -369,7 +369,7 @@ def test_the_quick_choice_of_candidates_changes_nothing() -> None:
     rows = Rows(logits, [(1.0, 0, 1.0, 0.0), (0.4, 0, 1.0, 0.05), (30.0, 0, 1.0, 0.0)])
     reciprocal = rows.settings[:, 4].to(torch.int32).view(torch.float32)
     shifted = sampling.shift(logits, logits.amax(-1), reciprocal)
-    shifted = sampling.cut(shifted, None, rows.settings[:, 3])
+    shifted = sampling.apply_min_p(shifted, None, rows.settings[:, 3])
     noise = sampling.gumbel_noise(rows.settings[:, 0], rows.positions, 400)
     assert (noise + shifted).argmax(-1).tolist() == rows.sample()
 

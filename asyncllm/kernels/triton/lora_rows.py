@@ -34,7 +34,7 @@ MOST_RANK = 128
 features the higher the rank."""
 
 _NUMBERS = 8192
-"""Of a matrix that a program has in registers."""
+"""Numbers of a matrix that a program has in registers."""
 
 SPAN = 1024
 """Input features per program of `shrink_row_kernel`. Half as many programs with twice the work are no faster."""

@@ -178,11 +178,11 @@ def _launch(
         kernel = _configured(size, box.rank, box.size, box.row_bytes // x.itemsize, norm)
         own = box.own.view(torch.int32 if x.itemsize == 4 else torch.int16)
         tensors = (x, residual, weight, out, total, own, box.addresses, box.turns)
-        kernel((min(rows, _most_programs(x.device)), 1, 1), tensors, (rows, eps))
+        kernel((min(rows, _max_programs(x.device)), 1, 1), tensors, (rows, eps))
 
 
 @functools.cache
-def _most_programs(device: torch.device) -> int:
+def _max_programs(device: torch.device) -> int:
     if device.type == "cpu":
         return 2
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

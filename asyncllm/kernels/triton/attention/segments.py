@@ -178,7 +178,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 class _Variant(NamedTuple):
     kernel: Configured
     parts: int
-    """Return the number of programs of a tile."""
+    """Number of programs of a tile."""
 
 
 @functools.cache
