@@ -6,7 +6,7 @@ import re
 import sys
 from contextlib import suppress
 
-__all__ = ["complain", "in_one_line", "in_terminal"]
+__all__ = ["in_one_line", "in_terminal", "to_stderr"]
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -25,7 +25,7 @@ def in_one_line(text: str) -> str:
     return "".join(character if character.isprintable() else _spelled(character) for character in text)
 
 
-def complain(text: str) -> None:
+def to_stderr(text: str) -> None:
     """Write the text to standard error. If that fails, because the disk is full or the terminal is gone, the program
     continues."""
     if sys.stderr is not None:

@@ -33,7 +33,7 @@ PLAIN_PART = 2 / 3
 """What AWQ and GPTQ may lose at most, as a part of what plain rounding loses."""
 
 DIVERGED_QUESTIONS = slice(None, None, 8)
-MAX_BATCH_VALUES = 32
+BATCH_SIZE = 32
 """Sequences whose logits are in memory together."""
 
 
@@ -132,8 +132,8 @@ class Reference:
 
     def _log_probabilities(self, pipe: Pipeline) -> Iterator[Tensor]:
         """Yield what a model says behind each token of each text, [tokens, vocab]."""
-        for start in range(0, len(self._texts), MAX_BATCH_VALUES):
-            texts = self._texts[start : start + MAX_BATCH_VALUES]
+        for start in range(0, len(self._texts), BATCH_SIZE):
+            texts = self._texts[start : start + BATCH_SIZE]
             for text, logits in zip(texts, pipe.get_logits(texts), strict=True):
                 yield logits[: len(text)].log_softmax(-1)
 

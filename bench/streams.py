@@ -41,7 +41,7 @@ from tqdm import tqdm
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.config import ServerConfig
 from asyncllm.server.http.listening import bind
-from asyncllm.server.run import loaded_objects_set_aside, open_service, serve_until_stopped
+from asyncllm.server.run import loaded_objects_frozen, open_service, serve_until_stopped
 from asyncllm.testing import FakeEngine
 
 PROMPT = "ping"
@@ -76,7 +76,7 @@ async def served(engine: AsyncEngine) -> AsyncIterator[int]:
         listener = bind(service.config)
         task = asyncio.create_task(serve_until_stopped(service, listener))
         try:
-            with loaded_objects_set_aside(service.supervisor):
+            with loaded_objects_frozen(service.supervisor):
                 yield listener.getsockname()[1]
         finally:
             service.entrance.stop.set()

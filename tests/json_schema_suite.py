@@ -17,7 +17,7 @@ import jsonschema
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter
 
-MAX_BATCH_VALUES = 32
+MAX_RUNNING = 32
 
 VALIDATORS: dict[str, Any] = {
     "draft3": jsonschema.Draft3Validator,
@@ -60,9 +60,9 @@ async def main(folder: Path, draft: str = "draft2020-12", seeds: int = 2) -> int
         for file in sorted((folder / "tests" / draft).glob("*.json"))
         for case in json.loads(file.read_text(encoding="utf-8"))
     ]
-    places = asyncio.Semaphore(MAX_BATCH_VALUES)
+    places = asyncio.Semaphore(MAX_RUNNING)
 
-    async with AsyncEngine("tiny-chat", EngineConfig(device_type="cpu", max_batch_size=MAX_BATCH_VALUES)) as engine:
+    async with AsyncEngine("tiny-chat", EngineConfig(device_type="cpu", max_batch_size=MAX_RUNNING)) as engine:
 
         async def one(schema: Any, seed: int) -> str:
             async with places:

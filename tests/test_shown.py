@@ -14,7 +14,7 @@ import pytest
 from asyncllm import cli
 from asyncllm.cli.terminal import converse, print_answer
 from asyncllm.errors import ServerError
-from asyncllm.shown import complain, in_one_line, in_terminal
+from asyncllm.shown import in_one_line, in_terminal, to_stderr
 from asyncllm.types import Chunk
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
@@ -86,10 +86,10 @@ class Full(io.StringIO):
 def test_a_message_that_cannot_be_written_is_dropped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    complain("too bad")
+    to_stderr("too bad")
     assert capsys.readouterr() == ("", "too bad\n")
     monkeypatch.setattr(sys, "stderr", Full())
-    complain("too bad")
+    to_stderr("too bad")
     monkeypatch.setattr(sys, "stderr", None)
-    complain("too bad")
+    to_stderr("too bad")
     assert capsys.readouterr().out == ""

@@ -13,7 +13,7 @@ from asyncllm.cli import flags
 from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
-from asyncllm.shown import complain
+from asyncllm.shown import to_stderr
 
 __all__ = ["add"]
 
@@ -51,7 +51,7 @@ def _batch(options: argparse.Namespace) -> int:
         engine = AsyncEngine(options.model, engine_config, template)
         with asyncio.Runner(loop_factory=fastest_loop()) as runner:
             count = runner.run(answer_file(engine, source, target))
-    complain(f"{count.answered} answered, {count.refused} refused")
+    to_stderr(f"{count.answered} answered, {count.refused} refused")
     return 0 if not count.refused else 1
 
 

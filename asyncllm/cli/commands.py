@@ -26,7 +26,7 @@ from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter
 from asyncllm.locate import BUNDLED
-from asyncllm.shown import complain, in_terminal
+from asyncllm.shown import in_terminal, to_stderr
 
 if TYPE_CHECKING:
     from asyncllm.pipeline import Pipeline
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except InvalidParameter as error:
-        complain(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error, options.parser)}")
+        to_stderr(f"{options.parser.format_usage()}{options.parser.prog}: error: {flags.refuse(error, options.parser)}")
         return WRONG_USAGE
     except AsyncLLMError as error:
-        complain(f"asyncllm: {error}")
+        to_stderr(f"asyncllm: {error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -157,7 +157,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     print()
     if ending == "length":
-        complain(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)")
+        to_stderr(f"(cut after {generation.max_new_tokens} tokens; see --max-new-tokens)")
     return 1 if ending in ("error", "abort") else 0
 
 

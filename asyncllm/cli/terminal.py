@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, Protocol
 
 from asyncllm.errors import AsyncLLMError, ContextLengthExceeded, ServerError
-from asyncllm.shown import complain, in_terminal
+from asyncllm.shown import in_terminal, to_stderr
 
 __all__ = ["CHAT_HELP", "Conversation", "Piece", "converse", "print_answer"]
 
@@ -64,10 +64,10 @@ def converse(name: str, conversation: Conversation) -> None:
             elif text:
                 _turn(conversation.answer(text))
         except AsyncLLMError as error:
-            complain(f"asyncllm: {error}")
+            to_stderr(f"asyncllm: {error}")
             here = isinstance(error, ContextLengthExceeded)
             if here or (isinstance(error, ServerError) and error.code == "context_length_exceeded"):
-                complain("The earlier turns count too: /reset forgets them.")
+                to_stderr("The earlier turns count too: /reset forgets them.")
 
 
 def print_answer(pieces: Iterable[Piece]) -> str | None:

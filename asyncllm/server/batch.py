@@ -28,7 +28,7 @@ __all__ = ["ROUTES", "Count", "answer_file"]
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank")
 """Routes that a line may name."""
 
-MAX_BATCH_VALUES = 512
+MAX_UNANSWERED = 512
 """Maximum number of unanswered requests, so that a long file is never in memory. It exceeds the rows of most engines,
 so that none of them is free while a line is read."""
 
@@ -67,7 +67,7 @@ async def answer_file(engine: AsyncEngine, source: TextIO, target: TextIO) -> Co
     Raises InvalidParameter, ModelError, and OSError or ValueError if a file cannot be read or written.
     """
     key = secrets.token_hex(32)
-    config = ServerConfig(server_port=0, api_keys=[key], max_connections=2 * MAX_BATCH_VALUES, log_level="ERROR")
+    config = ServerConfig(server_port=0, api_keys=[key], max_connections=2 * MAX_UNANSWERED, log_level="ERROR")
     service = await asyncio.to_thread(open_service, engine, config)
     listener = bind(service.config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -80,11 +80,11 @@ async def answer_file(engine: AsyncEngine, source: TextIO, target: TextIO) -> Co
                 url,
                 headers={"Authorization": f"Bearer {key}"},
                 timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=MAX_BATCH_VALUES),
+                connector=aiohttp.TCPConnector(limit=MAX_UNANSWERED),
             ) as client,
             asyncio.TaskGroup() as senders,
         ):
-            for _ in range(MAX_BATCH_VALUES):
+            for _ in range(MAX_UNANSWERED):
                 senders.create_task(_send(client, lines, target, count))
     return count
 

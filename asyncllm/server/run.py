@@ -25,9 +25,9 @@ from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.server.request.arguments import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Service
 from asyncllm.server.supervisor import Supervisor
-from asyncllm.shown import complain
+from asyncllm.shown import to_stderr
 
-__all__ = ["loaded_objects_set_aside", "open_service", "run", "serve_until_stopped"]
+__all__ = ["loaded_objects_frozen", "open_service", "run", "serve_until_stopped"]
 
 logger = logging.getLogger("asyncllm.server")
 
@@ -75,7 +75,7 @@ async def serve_until_stopped(service: Service, listener: socket.socket, tls: ss
 
 async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
     entrance = service.entrance
-    async with service.supervisor.keeping() as gave_up:
+    async with service.supervisor.replacing() as gave_up:
         await first_of(None, entrance.stop, gave_up)
         if service.config.drain_delay and not gave_up.is_set():
             entrance.phase = Phase.LEAVING
@@ -133,7 +133,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
                 _registered(service, registration),
             ):
                 loading = False
-                with loaded_objects_set_aside(service.supervisor):
+                with loaded_objects_frozen(service.supervisor):
                     announce(address)
                     await _serve(service, stop_accepting)
         except asyncio.CancelledError:
@@ -149,28 +149,28 @@ def _registered(service: Service, registration: Registration | None) -> Abstract
 
 
 @contextmanager
-def loaded_objects_set_aside(supervisor: Supervisor) -> Iterator[None]:
+def loaded_objects_frozen(supervisor: Supervisor) -> Iterator[None]:
     """Exclude the objects that exist before the first request, and again after a restart, from garbage collection: a
     full collection over half a million objects of torch and a model stops the event loop for 0.15 to 0.27 s."""
 
-    def set_aside() -> None:
+    def freeze() -> None:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
 
-    set_aside()
-    supervisor.on_replaced.append(set_aside)
+    freeze()
+    supervisor.on_replaced.append(freeze)
     try:
         yield
     finally:
-        supervisor.on_replaced.remove(set_aside)
+        supervisor.on_replaced.remove(freeze)
         gc.unfreeze()
 
 
 def _greet(service: Service, address: str) -> None:
     keys = service.access.num_keys
     auth = f"{keys} key(s)" if keys else "no key needed"
-    complain(
+    to_stderr(
         f"{service.engine.model_name} at {address}/v1 ({auth}; routes: {address}/)\n"
         f"Ctrl-C lets answers finish, twice stops at once."
     )

@@ -121,7 +121,7 @@ async def stream(
 
 class _Stream:
     """The body of one response. A chunk is written as it arrives if the transport has space; otherwise it waits in its
-    cell, merged with other chunks of its choice, until the handler's task writes it at the client's pace."""
+    generation, merged with other chunks, until the handler's task writes it at the client's pace."""
 
     def __init__(
         self,

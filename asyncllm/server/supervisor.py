@@ -2,7 +2,7 @@
 
 A new engine helps if the engine's own bookkeeping went wrong. It does not help after a fatal device error or a step
 that never completes: a CUDA error stays with the process, and memory that a stuck step uses cannot be freed. In these
-cases, and after too many deaths, `keeping` raises, and the process should end so that its parent can start another.
+cases, and after too many deaths, `replacing` raises, and the process should end so that its parent can start another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("asyncllm.server")
 
 
 class Supervisor:
-    """States: serving, restarting, given up. Written by the task of `keeping`."""
+    """States: serving, restarting, given up. Written by the task of `replacing`."""
 
     def __init__(
         self, engine: AsyncEngine, config: ServerConfig, make_engine: Callable[[], AsyncEngine] | None = None
@@ -45,7 +45,7 @@ class Supervisor:
         self._start_seconds = 1.0
         """Duration of the last start in seconds."""
         self._lost_device = False
-        self._keeping: asyncio.Task[None] | None = None
+        self._replacing: asyncio.Task[None] | None = None
         self.on_replaced: list[Callable[[], None]] = []
         """Functions to call when a new engine serves. Added by parts that hold state of the old one."""
 
@@ -80,30 +80,32 @@ class Supervisor:
             )
 
     @asynccontextmanager
-    async def keeping(self) -> AsyncIterator[asyncio.Event]:
+    async def replacing(self) -> AsyncIterator[asyncio.Event]:
         """Replace the engine whenever it dies, during the block. Yields an event that is set when replacing is given
         up; then the end of the block raises EngineDead."""
         gave_up = asyncio.Event()
-        keeping = self._keeping = asyncio.get_running_loop().create_task(self._keep(gave_up), name="asyncllm-keep")
+        replacing = self._replacing = asyncio.get_running_loop().create_task(
+            self._replace_until_given_up(gave_up), name="asyncllm-keep"
+        )
         try:
             yield gave_up
         finally:
-            keeping.cancel()
-            await asyncio.wait([keeping])
-            if not keeping.cancelled():
-                keeping.result()
+            replacing.cancel()
+            await asyncio.wait([replacing])
+            if not replacing.cancelled():
+                replacing.result()
 
-    async def _keep(self, gave_up: asyncio.Event) -> None:
+    async def _replace_until_given_up(self, gave_up: asyncio.Event) -> None:
         try:
-            await self._replace_the_dead()
+            await self._replace_dead_engines()
         except BaseException:
             gave_up.set()
             raise
 
-    async def _replace_the_dead(self) -> None:
+    async def _replace_dead_engines(self) -> None:
         while (death := await self.engine.wait_ended()) is not None and self._make_engine is not None:
             self._lost_device = death.lost_device
-            self._check_hope(death.cause)
+            self._record_death(death.cause)
             self.restarting = True
             await self._replace(self._make_engine)
 
@@ -120,7 +122,7 @@ class Supervisor:
                 await _take_over_adapters(old, engine)
                 break
             except AsyncLLMError as error:
-                self._check_hope(error)
+                self._record_death(error)
         self._start_seconds = time.monotonic() - began
         self.engine = engine
         self.num_restarts += 1
@@ -129,22 +131,22 @@ class Supervisor:
         self.restarting = False
         logger.error("The engine serves again after %.1f s.", self._start_seconds)
 
-    def _check_hope(self, cause: BaseException) -> None:
-        """Count a death. Raises EngineDead if the engine must not be replaced again."""
-        now, window, most = time.monotonic(), self._config.restart_window, self._config.max_restarts
+    def _record_death(self, cause: BaseException) -> None:
+        """Count a death, and log its `cause`. Raises EngineDead if the engine must not be replaced again."""
+        now, window, limit = time.monotonic(), self._config.restart_window, self._config.max_restarts
         self._deaths.append(now)
         while self._deaths[0] <= now - window:
             self._deaths.popleft()
         if self._lost_device:
             why = "The device is lost to this process"
-        elif len(self._deaths) > most:
-            why = f"It is death {len(self._deaths)} in {window:g} s, and max_restarts is {most}"
+        elif len(self._deaths) > limit:
+            why = f"It is death {len(self._deaths)} in {window:g} s, and max_restarts is {limit}"
         else:
             logger.error(
                 "The engine died of %r; it is restarted (%d of %d in %g s).",
                 cause,
                 len(self._deaths),
-                most,
+                limit,
                 window,
                 exc_info=cause,
             )
@@ -155,9 +157,9 @@ class Supervisor:
     async def close(self) -> None:
         """Close the engine, or stop replacing it. An engine that lost its device is not closed, because that might
         never end."""
-        if self._keeping is not None and self.restarting:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+        if self._replacing is not None and self.restarting:
+            self._replacing.cancel()
+            await asyncio.wait([self._replacing])
         if not self._lost_device:
             await self.engine.close()
 

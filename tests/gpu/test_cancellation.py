@@ -22,7 +22,7 @@ from tests.gpu.engines import DEVICE, device_config
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 REQUESTS = 10_000
-MAX_BATCH_VALUES = 400
+NUM_VISITORS = 400
 ROUNDS = 5
 
 
@@ -116,10 +116,10 @@ async def test_ten_thousand_requests_left_at_random_moments(checkpoint: str) -> 
         tasks_before = asyncio.all_tasks()
         memory = []
         for round_number in range(ROUNDS):
-            visitors = [Visitor(engine, round_number * MAX_BATCH_VALUES + index) for index in range(MAX_BATCH_VALUES)]
+            visitors = [Visitor(engine, round_number * NUM_VISITORS + index) for index in range(NUM_VISITORS)]
             async with asyncio.TaskGroup() as group:
                 for visitor in visitors:
-                    group.create_task(visitor.visit(REQUESTS // ROUNDS // MAX_BATCH_VALUES))
+                    group.create_task(visitor.visit(REQUESTS // ROUNDS // NUM_VISITORS))
             assert [wrong for visitor in visitors for wrong in visitor.wrong] == []
             del visitors, visitor
             gc.collect()

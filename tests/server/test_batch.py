@@ -32,7 +32,7 @@ async def answers(lines: list[str], **engine: Any) -> tuple[dict[Any, dict[str, 
 
 
 async def test_each_line_is_answered_as_the_server_answers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "MAX_BATCH_VALUES", 3)
+    monkeypatch.setattr(batch, "MAX_UNANSWERED", 3)
     lines = [asked(str(number), said(f"number {number}")) for number in range(20)]
     lines[7:7] = ["", asked("text", {"prompt": "Zo\u00eb", "max_tokens": 64}, "/v1/completions"), "  "]
     results, count = await answers(lines)

@@ -14,7 +14,7 @@ from asyncllm.server.http.acceptor import raise_limit
 from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
 from asyncllm.server.observe.access_log import logging_to_stderr
-from asyncllm.shown import complain
+from asyncllm.shown import to_stderr
 
 __all__ = ["run", "serve_until_stopped"]
 
@@ -52,7 +52,7 @@ async def serve_until_stopped(
 
 def _greet(distributor: Distributor, address: str) -> None:
     keys = distributor.access.num_keys
-    complain(
+    to_stderr(
         f"distributor at {address}/v1 ({f'{keys} key(s)' if keys else 'no key needed'}; "
         f"{len(distributor.nodes)} node(s); nodes: {address}/nodes/status)\n"
         f"Ctrl-C lets answers finish, twice stops at once."

@@ -26,13 +26,14 @@ from asyncllm.text.image_marks import IMAGE_PARTS, MAX_IMAGES, VIDEO_PARTS, is_a
 __all__ = ["MediaFetcher", "image_parts", "images_of", "is_public", "with_images"]
 
 MAX_BYTES = 2**24
-"""Most bytes of a fetched image."""
+"""Maximum bytes of a fetched image."""
 MAX_VIDEO_BYTES = 2**26
-"""Most bytes of a fetched video."""
+"""Maximum bytes of a fetched video."""
 MAX_REDIRECTS = 3
 SECONDS = 10.0
 """Seconds to fetch one image, redirects included."""
-MAX_BATCH_VALUES = 4
+MAX_FETCHES = 4
+"""Maximum number of images of a request that are fetched at a time."""
 MAX_TOTAL = 2**28
 """Maximum number of bytes fetched for a request."""
 
@@ -85,7 +86,7 @@ async def with_images(request: web.Request, messages: list[dict[str, Any]]) -> l
     if len(found) > MAX_IMAGES:
         raise _refused(f"The messages name {len(found)} images, and at most {MAX_IMAGES} are fetched. Send fewer.")
     fetcher = MediaFetcher(service_of(request).config.allowed_media_domains or ())
-    gate = asyncio.Semaphore(MAX_BATCH_VALUES)
+    gate = asyncio.Semaphore(MAX_FETCHES)
 
     async def fetch(kind: str, url: str) -> bytes:
         async with gate:
