@@ -127,7 +127,7 @@ class Splitter:
         thinking = self.form.thinking
         if messages is None or thinking is None:
             return GrammarStart()
-        opens, closes = (self._tokenizer.token_id(mark.strip()) for mark in thinking)
+        opens, closes = (self._tokenizer.token_id(mark.strip()) for mark in thinking[:2])
         end, inside = self._beginning(messages, options, prompt_ids)
         if inside and closes is None:
             raise UnsupportedFeature(

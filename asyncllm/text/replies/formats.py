@@ -11,12 +11,21 @@ from asyncllm.text.replies.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V3
 from asyncllm.text.replies.gemma import FUNCTIONGEMMA, GEMMA4
 from asyncllm.text.replies.harmony import HARMONY
 from asyncllm.text.replies.llama import LLAMA3_JSON
-from asyncllm.text.replies.marked_json import COHERE, FUNCTOOLS, GRANITE, HERMES, INTERNLM
+from asyncllm.text.replies.marked_json import (
+    APERTUS,
+    COHERE,
+    FUNCTOOLS,
+    GRANITE,
+    HERMES,
+    INTERNLM,
+    JAMBA,
+    NEMOTRON_JSON,
+)
 from asyncllm.text.replies.mistral import MISTRAL
 from asyncllm.text.replies.pythonic import LFM2, OLMO3, PYTHONIC
 from asyncllm.text.replies.reader import ToolFormat
 from asyncllm.text.replies.reply import ReplyFormat, Thinking
-from asyncllm.text.replies.tagged import GLM4, GLM45, MINIMAX_M2, QWEN3_CODER
+from asyncllm.text.replies.tagged import GLM4, GLM45, HY_V3, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from asyncllm.text.tokenizer import Tokenizer
 
 __all__ = ["NONE", "REASONING_PARSERS", "TOOL_PARSERS", "reply_format"]
@@ -29,6 +38,7 @@ NONE = "none"
 TOOL_FORMATS = (
     HERMES,
     QWEN3_CODER,
+    SEED_OSS,
     LLAMA3_JSON,
     PYTHONIC,
     LFM2,
@@ -42,17 +52,21 @@ TOOL_FORMATS = (
     KIMI_K2,
     GLM45,
     GLM4,
+    HY_V3,
     HARMONY,
     GEMMA4,
     FUNCTIONGEMMA,
     FUNCTOOLS,
     GRANITE,
+    JAMBA,
+    NEMOTRON_JSON,
+    APERTUS,
     COHERE,
     MINIMAX_M2,
 )
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hermes": ("qwen", "qwen25", "qwen2d5", "qwen3", "granite4"),
+    "hermes": ("qwen", "qwen25", "qwen2d5", "qwen3", "granite4", "ernie45"),
     "qwen3_coder": ("qwen3_xml", "qwen3coder", "mimo", "step3p5", "interns2-preview"),
     "llama3_json": ("llama3", "llama4_json"),
     "pythonic": ("llama4_pythonic", "llama4"),
@@ -61,7 +75,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "deepseek_v31": ("deepseekv31", "deepseek-v31"),
     "deepseek_v32": ("deepseekv32", "deepseek-v32", "deepseek-v3.2"),
     "deepseek_v4": ("deepseekv4", "deepseek-v4"),
-    "glm45": ("glm47", "glm"),
+    "glm45": ("glm47", "glm", "poolside_v1"),
+    "jamba": ("hunyuan_a13b", "hunyuan"),
+    "nemotron_json": ("llama_nemotron_json",),
+    "apertus": ("apertus2509",),
     "openai": ("gpt-oss", "gpt_oss", "harmony"),
     "phi4_mini_json": ("phi4",),
     "granite": ("granite3",),
@@ -75,6 +92,9 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
 """Parser name -> format of calls."""
 
 THINK = Thinking("<think>", "</think>")
+HUNYUAN_THINK = Thinking("<think>", "</think>", ("<answer>", "</answer>"))
+ERNIE_THINK = Thinking("<think>", "</think>", ("<response>", "</response>"))
+APERTUS_THINK = Thinking("<|inner_prefix|>", "<|inner_suffix|>")
 MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
 COHERE_THINK = Thinking("<|START_THINKING|>", "<|END_THINKING|>")
 GEMMA4_THINK = Thinking("<|channel>thought\n", "<channel|>")
@@ -108,8 +128,8 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
             "minimax",
             "step3",
             "step3p5",
-            "ernie45",
-            "hunyuan",
+            "poolside_v1",
+            "hy_v3",
             "olmo3",
             "nano_v3",
             "nemotron_3",
@@ -120,6 +140,9 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
     **dict.fromkeys(("mistral", "magistral"), MISTRAL_THINK),
     **dict.fromkeys(("cohere", "cohere_command3"), COHERE_THINK),
     "gemma4": GEMMA4_THINK,
+    **dict.fromkeys(("hunyuan", "hunyuan_a13b"), HUNYUAN_THINK),
+    "ernie45": ERNIE_THINK,
+    "apertus": APERTUS_THINK,
     "granite": GRANITE_THINK,
     "seed_oss": SEED_THINK,
     "kimi": KIMI_THINK,
@@ -129,7 +152,9 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
 
 TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY),
+    (("<seed:tool_call>",), SEED_OSS),
     (("<function=", "<parameter="), QWEN3_CODER),
+    (("<tool_sep>", "<arg_key>"), HY_V3),
     (("<arg_key>",), GLM45),
     (("<minimax:tool_call>",), MINIMAX_M2),
     (("｜DSML｜", "function_calls"), DEEPSEEK_V32),
@@ -148,6 +173,9 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|/tool_call|>",), FUNCTOOLS),
     (("<|tool_call|>",), GRANITE),
     (("<tool_call>",), HERMES),
+    (("<tool_calls>",), JAMBA),
+    (("<TOOLCALL>",), NEMOTRON_JSON),
+    (("<|tools_prefix|>",), APERTUS),
     (("<|python_tag|>",), LLAMA3_JSON),
     (('"parameters"', "function name", "<|start_header_id|>"), LLAMA3_JSON),
     (("<|python_start|>",), PYTHONIC),
@@ -155,14 +183,17 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 )
 """Texts that occur only in templates of a format. The first match counts."""
 
-THINKING_SIGNS = (
-    ("</think>", THINK),
-    ("[THINK]", MISTRAL_THINK),
-    ("<|START_THINKING|>", COHERE_THINK),
-    ("<|channel>thought", GEMMA4_THINK),
-    ("Here is my thought process:", GRANITE_THINK),
-    ("<seed:think>", SEED_THINK),
-    ("◁think▷", KIMI_THINK),
+THINKING_SIGNS: tuple[tuple[tuple[str, ...], Thinking], ...] = (
+    (("</think>", "<answer>"), HUNYUAN_THINK),
+    (("</think>", "<response>"), ERNIE_THINK),
+    (("</think>",), THINK),
+    (("<|inner_prefix|>",), APERTUS_THINK),
+    (("[THINK]",), MISTRAL_THINK),
+    (("<|START_THINKING|>",), COHERE_THINK),
+    (("<|channel>thought",), GEMMA4_THINK),
+    (("Here is my thought process:",), GRANITE_THINK),
+    (("<seed:think>",), SEED_THINK),
+    (("◁think▷",), KIMI_THINK),
 )
 
 
@@ -176,7 +207,7 @@ def reply_format(
     """
     source = template or ""
     tools = next((form for signs, form in TEMPLATE_SIGNS if all(sign in source for sign in signs)), None)
-    thinking = next((each for sign, each in THINKING_SIGNS if sign in source), None)
+    thinking = next((each for signs, each in THINKING_SIGNS if all(sign in source for sign in signs)), None)
     if tool_parser is not None:
         tools = None if tool_parser == NONE else _named(tool_parser, TOOL_PARSERS, "tool_call_parser")
     if reasoning is not None:

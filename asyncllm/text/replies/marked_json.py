@@ -9,7 +9,7 @@ from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
-__all__ = ["COHERE", "FUNCTOOLS", "GRANITE", "HERMES", "INTERNLM"]
+__all__ = ["APERTUS", "COHERE", "FUNCTOOLS", "GRANITE", "HERMES", "INTERNLM", "JAMBA", "NEMOTRON_JSON"]
 
 
 def _between(closers: tuple[str, ...], keys: Keys = CALL_KEYS) -> Callable[[Reader, str], Reading]:
@@ -36,7 +36,7 @@ HERMES = ToolFormat(
     inside=("</tool_call>",),
     grammars=(shaped("<tool_call>", f"\n{CALL}\n</tool_call>", between="\n<tool_call>"),),
 )
-"""Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, EXAONE 4, Granite 4."""
+"""Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, EXAONE 4, Granite 4, ERNIE 4.5."""
 
 GRANITE = ToolFormat(
     "granite",
@@ -60,6 +60,18 @@ FUNCTOOLS = ToolFormat(
     ),
 )
 """Phi-4-mini, as its card and as its template have it."""
+
+
+def _list(name: str, opener: str, closer: str, lead: str = "") -> ToolFormat:
+    """Return a format of calls in a JSON list. `lead`: what models write before each call."""
+    grammar = shaped(opener, CALL, before=f"[{lead}", between=f",{lead or ' '}", after=f"{lead[:1]}]{closer}")
+    return ToolFormat(name, (opener,), _between((closer,)), inside=(closer,), grammars=(grammar,))
+
+
+JAMBA = _list("jamba", "<tool_calls>", "</tool_calls>", "\n    ")
+"""Jamba 1.5 and later, and Hunyuan-A13B, on one line."""
+NEMOTRON_JSON = _list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
+"""Llama Nemotron, Nemotron Nano 2."""
 
 INTERNLM = ToolFormat(
     "internlm",
@@ -93,3 +105,50 @@ COHERE = ToolFormat(
     ),
 )
 """Command R7B and Command A."""
+
+
+def _read_apertus(reader: Reader, opener: str) -> Reading:
+    source = reader.source
+    yield from source.space()
+    yield from source.literal("[")
+    return (yield from reader.calls(_named_object, "]")) and (yield from _close(reader))
+
+
+def _close(reader: Reader) -> Reading:
+    yield from reader.source.space()
+    yield from reader.source.literal("<|tools_suffix|>")
+    return True
+
+
+def _named_object(reader: Reader) -> Reading:
+    """Read an object whose only key is the tool's name."""
+    source, output = reader.source, reader.output
+    yield from source.space()
+    yield from source.literal(",")
+    yield from source.space()
+    if not (yield from source.literal("{")):
+        return False
+    yield from source.space()
+    name = yield from source.json_string()
+    yield from source.space()
+    if not name or not (yield from source.literal(":")):
+        return False
+    yield from source.space()
+    if (yield from source.peek()) != "{":
+        return False
+    output.start(name)
+    output.finish(complete=(yield from source.json_value(output.arguments)))
+    yield from source.space()
+    yield from source.literal("}")
+    return True
+
+
+APERTUS = ToolFormat(
+    "apertus",
+    ("<|tools_prefix|>",),
+    _read_apertus,
+    inside=("<|tools_suffix|>",),
+    grammars=(
+        shaped("<|tools_prefix|>", f'{{"{CALLED}": {ARGUMENTS}}}', before="[", between=", ", after="]<|tools_suffix|>"),
+    ),
+)

@@ -18,6 +18,8 @@ class Thinking(NamedTuple):
 
     open: str
     close: str
+    around_content: tuple[str, ...] = ()
+    """Marks around the content after it, which are left out."""
 
 
 class ReplyFormat:
@@ -29,7 +31,7 @@ class ReplyFormat:
         self.tools = tools
         self.thinking = thinking
         markers = () if tools is None else (*tools.openers, *tools.inside)
-        markers += thinking or ()
+        markers += () if thinking is None else (thinking.open, thinking.close, *thinking.around_content)
         found: list[str] = []
         if tokenizer is not None:
             for marker in markers:
@@ -134,9 +136,9 @@ class Reply:
             yield from reader.attempt(self._format.at_start(reader))
         openers: Sequence[str] = () if self._format is None else self._format.openers
         opening = () if self._thinking is None else (self._thinking.open,)
-        closing = () if self._thinking is None else (self._thinking.close,)
+        closing = () if self._thinking is None else (self._thinking.close, *self._thinking.around_content)
         while True:
-            # After the reasoning another closing mark is dropped; without reasoning it is content.
+            # After the reasoning these marks are dropped; without reasoning they are content.
             markers = reader.markers(*openers, *opening, *(closing if thought else ()))
             marker = yield from source.until(markers, output.text)
             if marker is None:

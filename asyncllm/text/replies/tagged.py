@@ -1,4 +1,4 @@
-"""Formats that write each parameter between tags of its own: Qwen3-Coder, GLM-4.5, MiniMax-M2.
+"""Formats that write each parameter between tags of its own: Qwen3-Coder, Seed-OSS, GLM-4.5, Hunyuan 3, MiniMax-M2.
 
 A string streams as it arrives. Any other value is read to its end and written as JSON of the type in the tool's schema.
 """
@@ -15,7 +15,7 @@ from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading, Source
 from asyncllm.text.replies.values import ArgumentsWriter, properties_of, read_value, types_of
 
-__all__ = ["GLM4", "GLM45", "MINIMAX_M2", "QWEN3_CODER"]
+__all__ = ["GLM4", "GLM45", "HY_V3", "MINIMAX_M2", "QWEN3_CODER", "SEED_OSS"]
 
 NAME = re.compile(r"[^\s<>\"'\udc00-\udfff]")
 BLANK = re.compile(r"\s")
@@ -26,20 +26,41 @@ def _types(reader: Reader, tool: str, key: str) -> frozenset[str]:
     return types_of(properties_of(reader.tools.get(tool)).get(key))
 
 
-def _read_qwen(reader: Reader, opener: str) -> Reading:
-    source = reader.source
-    if opener == "<tool_call>":
-        yield from source.space()
-        if not (yield from source.literal("<function=")):
+def _functions(tag: str, value: str) -> ToolFormat:
+    """Return a format of functions between the tags. `value`: how the grammar writes a value."""
+    closer = tag.replace("<", "</")
+
+    def read(reader: Reader, opener: str) -> Reading:
+        source = reader.source
+        if opener == tag:
+            yield from source.space()
+            if not (yield from source.literal("<function=")):
+                return False
+        if not (yield from _function(reader, closer)):
             return False
-    if not (yield from _function(reader)):
-        return False
-    yield from source.space()
-    yield from source.literal("</tool_call>")
-    return True
+        yield from source.space()
+        yield from source.literal(closer)
+        return True
+
+    return ToolFormat(
+        "qwen3_coder" if tag == "<tool_call>" else "seed_oss",
+        (tag, "<function="),
+        read,
+        inside=(closer, END, "<parameter=", "</parameter>"),
+        grammars=(
+            tagged(
+                tag,
+                f"\n<function={CALLED}>\n",
+                f"<parameter={KEY}>{value}</parameter>\n",
+                f"{END}\n{closer}",
+                closer="</parameter>",
+                between=f"\n{tag}",
+            ),
+        ),
+    )
 
 
-def _function(reader: Reader) -> Reading:
+def _function(reader: Reader, closer: str) -> Reading:
     source, output = reader.source, reader.output
     name = yield from source.matching(NAME)
     if not name or not (yield from source.literal(">")):
@@ -59,7 +80,7 @@ def _function(reader: Reader) -> Reading:
                 return True
         yield from source.literal("\n")
         writer.key(key)
-        key = yield from read_value(writer, _types(reader, name, key), partial(_qwen_text, reader, name))
+        key = yield from read_value(writer, _types(reader, name, key), partial(_function_text, reader, name, closer))
         if key == END:
             writer.end()
             output.finish(complete=True)
@@ -71,7 +92,7 @@ def _function(reader: Reader) -> Reading:
     return True
 
 
-def _qwen_text(reader: Reader, tool: str, sink: Callable[[str], None]) -> Reading:
+def _function_text(reader: Reader, tool: str, closer: str, sink: Callable[[str], None]) -> Reading:
     """Pass a value's text to `sink`. Some replies leave its closing tag out. Return the key of the next value if that
     has begun, END if the call has ended, otherwise an empty text; None if the text is cut."""
     source = reader.source
@@ -83,7 +104,7 @@ def _qwen_text(reader: Reader, tool: str, sink: Callable[[str], None]) -> Readin
                 return behind
         elif marker == f"\n{END}":
             behind = yield from source.matching(BLANK)
-            if not (yield from source.peek()) or (yield from source.literal("</tool_call>")):
+            if not (yield from source.peek()) or (yield from source.literal(closer)):
                 return END
         else:
             return ""
@@ -91,10 +112,21 @@ def _qwen_text(reader: Reader, tool: str, sink: Callable[[str], None]) -> Readin
     return None
 
 
+def _read_hunyuan(reader: Reader, opener: str) -> Reading:
+    return (yield from reader.calls(_hunyuan_call, "</tool_calls>"))
+
+
+def _hunyuan_call(reader: Reader) -> Reading:
+    yield from reader.source.space()
+    return (yield from reader.source.literal("<tool_call>")) and (yield from _read_glm(reader, "<tool_call>"))
+
+
 def _read_glm(reader: Reader, opener: str) -> Reading:
     source, output = reader.source, reader.output
     yield from source.space()
     name = yield from source.matching(NAME)
+    yield from source.space()
+    yield from source.literal("<tool_sep>")
     yield from source.space()
     empty = False
     if not (yield from source.literal("<arg_key>")):
@@ -194,23 +226,9 @@ def _attribute(source: Source) -> Reading:
     return name if (yield from source.literal(f"{quote or ''}>")) else ""
 
 
-QWEN3_CODER = ToolFormat(
-    "qwen3_coder",
-    ("<tool_call>", "<function="),
-    _read_qwen,
-    inside=("</tool_call>", "</function>", "<parameter=", "</parameter>"),
-    grammars=(
-        tagged(
-            "<tool_call>",
-            f"\n<function={CALLED}>\n",
-            f"<parameter={KEY}>\n{VALUE}\n</parameter>\n",
-            "</function>\n</tool_call>",
-            closer="</parameter>",
-            between="\n<tool_call>",
-        ),
-    ),
-)
+QWEN3_CODER = _functions("<tool_call>", f"\n{VALUE}\n")
 """Qwen3-Coder, Qwen3.5, MiMo, Step-3.5. The outer tag may be missing."""
+SEED_OSS = _functions("<seed:tool_call>", VALUE)
 GLM45 = ToolFormat(
     "glm45",
     ("<tool_call>",),
@@ -228,6 +246,24 @@ GLM45 = ToolFormat(
     ),
 )
 """GLM-4.5, and GLM-4.7, which leaves the line breaks out."""
+HY_V3 = ToolFormat(
+    "hy_v3",
+    ("<tool_calls>",),
+    _read_hunyuan,
+    inside=("</tool_calls>", "<tool_call>", "<tool_sep>", *GLM45.inside),
+    grammars=(
+        tagged(
+            "<tool_calls>",
+            f"<tool_call>{CALLED}<tool_sep>\n",
+            f"<arg_key>{KEY}</arg_key>\n<arg_value>{VALUE}</arg_value>\n",
+            "</tool_call>\n",
+            closer="</arg_value>",
+            before="\n",
+            after="</tool_calls>",
+        ),
+    ),
+)
+"""Hunyuan 3."""
 GLM4 = ToolFormat(
     "glm4",
     (),

@@ -431,4 +431,51 @@ SAMPLES: dict[str, Sample] = {
         "<minimax:tool_call><invoke name=weather><parameter name='days'>2</parameter></invoke></minimax:tool_call>",
         Said(calls=(("weather", '{"days": 2}'),)),
     ),
+    "seed_oss": Sample(
+        "seed_oss",
+        "seed_oss",
+        "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=weather>\n<parameter=city>Zürich</parameter>\n"
+        "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+        Said("", "Hm.", BOTH[:1]),
+    ),
+    "hy_v3": Sample(
+        "hy_v3",
+        None,
+        "Ok.<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now<tool_sep></tool_call>\n"
+        "</tool_calls>",
+        Said("Ok.", calls=BOTH),
+    ),
+    "jamba": Sample(
+        "jamba",
+        None,
+        f' Ok.<tool_calls>[\n    {{"name": "weather", "arguments": {ZURICH}}},\n    '
+        '{"name": "now", "arguments": {}}\n]</tool_calls>',
+        Said(" Ok.", calls=BOTH),
+    ),
+    "hunyuan_a13b": Sample(
+        "hunyuan_a13b",
+        "hunyuan_a13b",
+        "<think>\nHm.\n</think>\n<answer>\nOk.\n</answer>",
+        Said("Ok.", "Hm."),
+    ),
+    "ernie45": Sample(
+        "ernie45", "ernie45", "Hm.\n</think>\n\n<response>\nOk.\n</response>\n", Said("Ok.", "Hm."), inside=True
+    ),
+    "nemotron_json": Sample(
+        "nemotron_json",
+        None,
+        f'Ok.<TOOLCALL>[{{"name": "weather", "arguments": {ZURICH}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+        Said("Ok.", calls=BOTH),
+    ),
+    "apertus": Sample(
+        "apertus",
+        "apertus",
+        f'<|inner_prefix|>Hm.<|inner_suffix|>Ok.<|tools_prefix|>[{{"weather": {ZURICH}}}, '
+        '{"now": {}}]<|tools_suffix|>',
+        Said("Ok.", "Hm.", BOTH),
+    ),
+    "apertus, no mark behind": Sample(
+        "apertus", None, f'<|tools_prefix|>[{{"weather": {ZURICH}}}', Said(calls=BOTH[:1])
+    ),
 }

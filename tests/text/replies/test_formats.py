@@ -25,9 +25,9 @@ def test_a_template_shows_its_format(signs: tuple[str, ...], form: object) -> No
     assert reply_format(" and ".join(signs), None).tools is form
 
 
-@pytest.mark.parametrize(("sign", "thinking"), THINKING_SIGNS)
-def test_a_template_shows_what_stands_around_reasoning(sign: str, thinking: Thinking) -> None:
-    assert reply_format(f"{{{{ '{sign}' }}}}", None).thinking == thinking
+@pytest.mark.parametrize(("signs", "thinking"), THINKING_SIGNS)
+def test_a_template_shows_what_stands_around_reasoning(signs: tuple[str, ...], thinking: Thinking) -> None:
+    assert reply_format(f"{{{{ '{' '.join(signs)}' }}}}", None).thinking == thinking
 
 
 def test_names_go_before_the_template() -> None:
