@@ -97,7 +97,7 @@ async def _answer(
     """Check access, call the handler, turn every exception into an answer, and write the answer to the client."""
     give_id(request)
     try:
-        service.access.check_place(request)
+        service.access.check_origin(request)
         response: web.StreamResponse | None = service.access.preflight(request)
         if response is None:
             if route is None or route.answer is not Health:

@@ -131,7 +131,7 @@ async def _entrance(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def _answer(request: web.Request, distributor: Distributor, handler: Handler) -> web.StreamResponse:
     access = distributor.access
-    access.check_place(request)
+    access.check_origin(request)
     response = access.preflight(request)
     if response is not None:
         return response

@@ -49,7 +49,7 @@ class Registration:
         self._address = address
         key = read_key(config.proxy_key_file, "proxy_key_file")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._complained = ""
+        self._logged_problem = ""
         """The last failure that the log has told."""
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ class Registration:
                 problem = "" if response.ok else f"status {response.status}: {(await response.text())[:500]}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = repr(error)
-        if problem and problem != self._complained:
+        if problem and problem != self._logged_problem:
             logger.error(
                 "The distributor at %s could not be told to %s this server (%s). The server goes on; see proxy_url, "
                 "proxy_key_file and node_url.",
@@ -90,7 +90,7 @@ class Registration:
                 what,
                 problem,
             )
-        self._complained = problem
+        self._logged_problem = problem
         return not problem
 
     async def _own_url(self) -> str:

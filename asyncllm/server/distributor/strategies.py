@@ -43,7 +43,7 @@ def _speeds(nodes: Sequence[Node]) -> list[float]:
     return [node.speed if node.speed is not None and node.speed > 0 else mean for node in nodes]
 
 
-def _least(nodes: Sequence[Node], costs: Sequence[float]) -> Node:
+def _cheapest(nodes: Sequence[Node], costs: Sequence[float]) -> Node:
     """Return a node of the least cost, any of them if there are several."""
     least = min(costs)
     return random.choice([node for node, cost in zip(nodes, costs, strict=True) if cost == least])
@@ -56,7 +56,7 @@ def at_random(nodes: Sequence[Node], fields: RoutingFields) -> Node:
 
 def min_expected_latency(nodes: Sequence[Node], fields: RoutingFields) -> Node:
     """Choose the node that would finish its requests and this one first."""
-    return _least(nodes, [(node.unfinished + 1) / speed for node, speed in zip(nodes, _speeds(nodes), strict=True)])
+    return _cheapest(nodes, [(node.unfinished + 1) / speed for node, speed in zip(nodes, _speeds(nodes), strict=True)])
 
 
 def min_observed_latency(nodes: Sequence[Node], fields: RoutingFields) -> Node:
@@ -71,7 +71,7 @@ def min_observed_latency(nodes: Sequence[Node], fields: RoutingFields) -> Node:
     if not known:
         return min_expected_latency(nodes, fields)
     mean_of_all = fmean(known)
-    return _least(nodes, [mean_of_all if mean is None else mean for mean in means])
+    return _cheapest(nodes, [mean_of_all if mean is None else mean for mean in means])
 
 
 def _recent(node: Node, since: float) -> list[float]:
@@ -107,8 +107,8 @@ class PrefixAffinity:
         keys = _beginnings(fields)
         known = (self._remembered.get(key) for key in reversed(keys))
         node = next((node for node in known if node in nodes), None) or rendezvous(nodes, keys[0])
-        most = math.ceil(OVERLOAD * (sum(each.unfinished for each in nodes) + 1) / len(nodes))
-        if node.unfinished >= most:
+        limit = math.ceil(OVERLOAD * (sum(each.unfinished for each in nodes) + 1) / len(nodes))
+        if node.unfinished >= limit:
             node = min_expected_latency(nodes, fields)
         for key in keys:
             if self._remembered.get(key) not in nodes:

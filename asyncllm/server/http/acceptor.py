@@ -31,7 +31,7 @@ PER_TURN = 128
 """Maximum number of connections accepted in one iteration of the event loop."""
 PAUSE_S = 0.5
 """Seconds without accepting after the system has refused; meanwhile the kernel queues connections."""
-COMPLAINT_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Minimum seconds between two log lines about that."""
 
 NOTHING_THERE = (BlockingIOError, InterruptedError, ConnectionAbortedError)
@@ -44,14 +44,14 @@ class Acceptor:
         self,
         listener: socket.socket,
         make_protocol: Callable[[Callable[[HttpProtocol], None]], HttpProtocol],
-        most: int,
+        max_connections: int,
         tls: ssl.SSLContext | None,
         handshake_timeout: float,
     ) -> None:
         """`make_protocol` makes the protocol of a connection, given a function to call when the connection is lost."""
         self._listener = listener
         self._make_protocol = make_protocol
-        self._most = most
+        self._max_connections = max_connections
         self._tls = tls
         self._handshake_timeout = handshake_timeout
         self._loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class Acceptor:
         self._connecting: set[asyncio.Task[None]] = set()
         """One task for each connection that has no transport yet."""
         self._resuming: asyncio.TimerHandle | None = None
-        self._complained = -COMPLAINT_S
+        self._logged_at = -LOG_INTERVAL_S
 
     def start(self) -> None:
         """Begin or continue to accept."""
@@ -92,7 +92,7 @@ class Acceptor:
             except OSError as error:
                 self._pause(error)
                 return
-            if len(self._open) >= self._most:
+            if len(self._open) >= self._max_connections:
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -107,8 +107,8 @@ class Acceptor:
         watched, because it stays readable."""
         self._loop.remove_reader(self._listener)
         self._resuming = self._loop.call_later(PAUSE_S, self.start)
-        if time.monotonic() - self._complained >= COMPLAINT_S:
-            self._complained = time.monotonic()
+        if time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
             logger.error(
                 "No connection can be accepted (%s) while %d are open; the next ones wait. Raise the limit of the "
                 "process (ulimit -n), or lower max_connections.",
@@ -149,11 +149,12 @@ def raise_limit(wanted: int) -> None:
     """Raise the process's own limit, as far as the system allows, to `wanted` connections."""
     if resource is None or connections_for(wanted) == wanted:
         return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _in_use() + RESERVE
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if most == resource.RLIM_INFINITY else min(needed, most), most)
+            resource.RLIMIT_NOFILE,
+            (needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit), hard_limit),
         )
 
 

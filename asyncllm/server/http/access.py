@@ -163,7 +163,7 @@ class Access:
         """Whether there are administrator keys."""
         return bool(self._admin_digests)
 
-    def check_place(self, request: web.Request) -> None:
+    def check_origin(self, request: web.Request) -> None:
         """Raise ApiError 403 for a Host or an Origin that is not allowed.
 
         A name of an attacker's page that resolves to 127.0.0.1 shows in the Host header (DNS rebinding); a page of

@@ -78,25 +78,25 @@ async def _say_continue(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def _received(request: web.Request, most: int) -> bytes:
+async def _received(request: web.Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for piece in request.content.iter_any():
         body += piece
-        if len(body) > most:
+        if len(body) > max_bytes:
             raise _too_large()
     return bytes(body)
 
 
-def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
+def _unpacked(body: bytes, encoding: str, max_bytes: int) -> bytes:
     window_bits = WINDOW_BITS[encoding]
     if encoding == "deflate" and body[:1] and body[0] & 0x0F != zlib.DEFLATED:
         window_bits = RAW_DEFLATE
     unpacker = zlib.decompressobj(window_bits)
     try:
-        unpacked = unpacker.decompress(body, most + 1)
+        unpacked = unpacker.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise _broken() from error
-    if len(unpacked) > most:
+    if len(unpacked) > max_bytes:
         raise _too_large()
     if not unpacker.eof or unpacker.unused_data:
         raise _broken()

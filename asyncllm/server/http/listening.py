@@ -98,15 +98,15 @@ async def listening(
         access_log=None,
         logger=http_logger(),
     )
-    most = await asyncio.to_thread(connections_for, config.max_connections)
-    if most < config.max_connections:
+    max_connections = await asyncio.to_thread(connections_for, config.max_connections)
+    if max_connections < config.max_connections:
         logger.warning(
             "At most %d connections are taken, not the %d of max_connections: the process may open no more files. "
             "Raise its limit (ulimit -n).",
-            most,
+            max_connections,
             config.max_connections,
         )
-    acceptor = Acceptor(listener, make_protocol, most, tls, config.keep_alive_timeout)
+    acceptor = Acceptor(listener, make_protocol, max_connections, tls, config.keep_alive_timeout)
     try:
         acceptor.start()
         try:

@@ -45,7 +45,7 @@ FORM_FIELDS = {
 }
 PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
 
-MOST_NAMED = 32
+MAX_NAMED = 32
 """Maximum number of names in the header that lists ignored ones."""
 
 UNCOUNTED_BYTES = 2**17
@@ -90,8 +90,8 @@ async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
 
 def named_in_a_header(names: list[str]) -> str:
     """Return the first names, percent-encoded and separated by commas."""
-    shown = [quote(name[:64], safe=".", errors="replace") for name in names[:MOST_NAMED]]
-    return ", ".join([*shown, "..."] if len(names) > MOST_NAMED else shown)
+    shown = [quote(name[:64], safe=".", errors="replace") for name in names[:MAX_NAMED]]
+    return ", ".join([*shown, "..."] if len(names) > MAX_NAMED else shown)
 
 
 def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]]:
@@ -211,9 +211,9 @@ def check_shape(body: bytes) -> None:
         raise _too_many(f"{values} values", MAX_VALUES)
 
 
-def _too_many(what: str, most: int) -> ApiError:
+def _too_many(what: str, limit: int) -> ApiError:
     return ApiError(
         400,
-        f"The body holds {what}, and the server takes at most {most} in a request. Send fewer.",
+        f"The body holds {what}, and the server takes at most {limit} in a request. Send fewer.",
         code="too_many_values",
     )

@@ -133,18 +133,18 @@ class MediaFetcher:
         self._resolver = resolver
         self._room = MAX_TOTAL
 
-    async def fetch(self, url: str, most: int = MAX_BYTES) -> bytes:
+    async def fetch(self, url: str, max_bytes: int = MAX_BYTES) -> bytes:
         """Return the content of an address, up to a maximum number of bytes. Raises ApiError 400."""
         resolver = _CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._accepts)
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         session = aiohttp.ClientSession(connector=connector, headers=_HEADERS, trust_env=False)
         try:
             async with session, asyncio.timeout(SECONDS):
-                return await self._follow(session, url, most)
+                return await self._follow(session, url, max_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise _refused(f"An image could not be fetched ({type(error).__name__}). Send it as a data: URL.") from None
 
-    async def _follow(self, session: aiohttp.ClientSession, url: str, most: int) -> bytes:
+    async def _follow(self, session: aiohttp.ClientSession, url: str, max_bytes: int) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             target = self._checked(url)
             async with session.get(target, allow_redirects=False) as answer:
@@ -153,16 +153,16 @@ class MediaFetcher:
                     continue
                 if answer.status != 200:
                     raise _refused(f"An image could not be fetched: status {answer.status}. Send it as a data: URL.")
-                return await self._read(answer, most)
+                return await self._read(answer, max_bytes)
         raise _refused(f"An image's address redirects more than {MAX_REDIRECTS} times. Send its last address.")
 
-    async def _read(self, answer: aiohttp.ClientResponse, most: int) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         data = bytearray()
         async for piece in answer.content.iter_chunked(2**16):
             data += piece
             self._room -= len(piece)
-            if len(data) > most:
-                raise _refused(f"An image or a video has more than {most} bytes. Send a smaller one.")
+            if len(data) > max_bytes:
+                raise _refused(f"An image or a video has more than {max_bytes} bytes. Send a smaller one.")
             if self._room < 0:
                 raise _refused(f"Images and videos of a request have more than {MAX_TOTAL} bytes. Send fewer.")
         return bytes(data)
