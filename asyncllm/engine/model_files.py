@@ -125,10 +125,10 @@ class ModelFiles:
         assert self._folder is not None
         self.embedding = EmbeddingDefaults.read(self._folder)
         self.images = open_images(self._folder, self.config.hf_overrides)
-        joint, most = 0 if self.images is None else self.images.processor.joint, self.config.prefill_budget
-        if joint > most:
+        joint, budget = 0 if self.images is None else self.images.processor.joint, self.config.prefill_budget
+        if joint > budget:
             raise InvalidParameter(
-                f"max_prefill_token_num={most} is less than the {joint} tokens of an image, which see each other and "
+                f"max_prefill_token_num={budget} is less than the {joint} tokens of an image, which see each other and "
                 f"are computed in one step. Give it {joint} or more.",
                 "max_prefill_token_num",
             )

@@ -70,9 +70,9 @@ class ChunkedAttention(Attention):
         lengths, offsets = step.kv_lens[first:, None], step.q_offsets[first:]
         counts = offsets.diff()[:, None]
         starts = (lengths - counts).clamp_(min=0)
-        most = 1 + (step.max_q_len + self.chunk - 2) // self.chunk
+        max_chunks = 1 + (step.max_q_len + self.chunk - 2) // self.chunk
         chunks = starts.div(self.chunk, rounding_mode="floor") + torch.arange(
-            most, dtype=starts.dtype, device=starts.device
+            max_chunks, dtype=starts.dtype, device=starts.device
         )
         begins = chunks * self.chunk
         queries = torch.minimum((begins - starts).clamp_(min=0), counts)

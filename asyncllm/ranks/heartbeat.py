@@ -59,10 +59,10 @@ class Heartbeat:
         work = self._work()
         if work is None:
             return
-        most = MAX_SILENT_AT_START if work == "start" else MAX_SILENT
+        limit = MAX_SILENT_AT_START if work == "start" else MAX_SILENT
         for rank, silent in enumerate(self._silent):
             self._silent[rank] = silent + 1
-            if silent >= most:
+            if silent >= limit:
                 self._on_silence(rank, silent * LISTEN_S)
                 return
         self._ask()

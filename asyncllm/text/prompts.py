@@ -109,9 +109,9 @@ def longest_first(configs: Sequence[GenerationConfig | None]) -> list[int]:
     rule (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Equal ones keep their order.
     """
 
-    def most_tokens(index: int) -> float:
+    def max_tokens(index: int) -> float:
         # A config of the wrong type raises when its answer starts.
-        most = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
-        return most if isinstance(most, int) else math.inf
+        limit = getattr(configs[index] or GenerationConfig(), "max_new_tokens", None)
+        return limit if isinstance(limit, int) else math.inf
 
-    return sorted(range(len(configs)), key=most_tokens, reverse=True)
+    return sorted(range(len(configs)), key=max_tokens, reverse=True)

@@ -12,7 +12,7 @@ from asyncllm.kernels.triton.lora_groups import (
     group_starts_kernel,
     shrink_group_kernel,
 )
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, SPAN, expand_row_kernel, shrink_row_kernel
+from asyncllm.kernels.triton.lora_rows import MAX_RANK, SPAN, expand_row_kernel, shrink_row_kernel
 from asyncllm.kernels.triton.lora_rows import splits_of as splits_of_row
 from tests.kernels.offline import Case
 
@@ -72,7 +72,7 @@ def _grouping_cases(rows: int) -> list[Case]:
 
 CASES = [
     *(case for tokens in (300, 4096) for case in _tile_cases(tokens)),
-    *(case for rank in (16, 64, MOST_RANK) for case in _row_cases(rank)),
-    *(case for rank in (16, 64, MOST_RANK) for case in _group_cases(rank)),
+    *(case for rank in (16, 64, MAX_RANK) for case in _row_cases(rank)),
+    *(case for rank in (16, 64, MAX_RANK) for case in _group_cases(rank)),
     *(case for rows in (64, 1024) for case in _grouping_cases(rows)),
 ]

@@ -14,7 +14,7 @@ from asyncllm.kernels import LoRAWeights, RowGroups, group_rows
 from asyncllm.kernels.lora import GROUP
 from asyncllm.kernels.triton import lora as launchers
 from asyncllm.kernels.triton import lora_groups, lora_rows
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, splits_of
+from asyncllm.kernels.triton.lora_rows import MAX_RANK, splits_of
 from tests.kernels import offline
 from tests.kernels.device import DEVICE, assert_repeatable, fresh_seed, poison, random
 
@@ -86,10 +86,10 @@ def test_the_reference_is_the_product_with_merged_weights() -> None:
         (70, 0, 66, (24,), 1030, 32, torch.float16),
         (70, 0, 70, (300, 33), 1030, 32, torch.bfloat16),
         (3, 0, 3, (300, 33), 90, 32, torch.float32),
-        (3, 3, 0, (70, 33), 90, MOST_RANK, torch.bfloat16),
-        (3, 0, 3, (70, 33), 90, MOST_RANK, torch.bfloat16),
-        (3, 0, 3, (70, 33), 90, 4 * MOST_RANK, torch.bfloat16),
-        (70, 70, 0, (24,), 40, 4 * MOST_RANK, torch.float32),
+        (3, 3, 0, (70, 33), 90, MAX_RANK, torch.bfloat16),
+        (3, 0, 3, (70, 33), 90, MAX_RANK, torch.bfloat16),
+        (3, 0, 3, (70, 33), 90, 4 * MAX_RANK, torch.bfloat16),
+        (70, 70, 0, (24,), 40, 4 * MAX_RANK, torch.float32),
     ],
 )
 def test_the_kernels_do_as_the_reference(
@@ -171,7 +171,7 @@ def test_few_rows_go_one_by_one_many_to_groups_and_prompts_to_tiles(monkeypatch:
 
 
 def test_a_row_of_a_high_rank_does_not_depend_on_how_many_there_are() -> None:
-    lora = weights(3, (24,), 1100, rank=4 * MOST_RANK, dtype=torch.float32)
+    lora = weights(3, (24,), 1100, rank=4 * MAX_RANK, dtype=torch.float32)
     x, y, slots = random(70, 1100), random(70, 24, seed=1), slots_of(70, 2)
     few, many = (in_groups(y[:rows].clone(), x[:rows], slots[:rows], lora) for rows in (3, 70))
     assert torch.equal(few, many[:3])

@@ -45,7 +45,7 @@ def group_layers(
     best: LayerGroups = [(next(iter(kinds)) if len(kinds) == 1 else None, list(range(len(specs))))]
     if len(kinds) < 2:
         return best
-    most = 1 + MAX_UNUSED
+    lowest_waste = 1 + MAX_UNUSED
     for size in range(max(map(len, kinds.values())), 0, -1):
         divided = [
             (window, layers[first : first + size])
@@ -57,8 +57,8 @@ def group_layers(
         needed, taken = _sizes(divided, specs, block_size, dtype)
         kept = taken * sum(window is None for window, _ in divided)
         waste = len(divided) * taken / needed
-        if waste < most and kept <= needed * (1 - MIN_SAVED):
-            best, most = divided, waste
+        if waste < lowest_waste and kept <= needed * (1 - MIN_SAVED):
+            best, lowest_waste = divided, waste
     return best
 
 

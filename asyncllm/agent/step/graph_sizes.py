@@ -62,7 +62,7 @@ def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[MixedSize]:
     largest = min(max_batch_size, LARGEST_BATCH)
     rows = [largest] if largest <= _FEW_ROWS else [_FEW_ROWS, largest]
     tokens = [size for size in _TOKENS if size < max_tokens + _TOKENS[0]]
-    return [MixedSize(size, most, _PROMPTS + 1) for size in tokens for most in rows]
+    return [MixedSize(size, max_rows, _PROMPTS + 1) for size in tokens for max_rows in rows]
 
 
 def empty_step(columns: Sequence[Column] = (), num_groups: int = 1) -> StepArrays:

@@ -65,26 +65,26 @@ class BlockGroups:
         window = self._windows[group]
         if window is None:
             return needed
-        most = blocks_in_window(window, self.block_size) + (0 if alone else self._chunk_blocks)
-        return min(needed, max(cached // self.block_size + 1, first + most))
+        reserved = blocks_in_window(window, self.block_size) + (0 if alone else self._chunk_blocks)
+        return min(needed, max(cached // self.block_size + 1, first + reserved))
 
     def capacity(self, tables: Sequence[BlockTable]) -> int:
         """Return the number of tokens that fit in every block table."""
         return min(table.end for table in tables) * self.block_size
 
     def extend(
-        self, tables: Sequence[BlockTable], end: int, most: int, allocate: Callable[[int], list[int]]
+        self, tables: Sequence[BlockTable], end: int, max_blocks: int, allocate: Callable[[int], list[int]]
     ) -> Iterator[tuple[int, int, list[int]]]:
-        """Extend all tables to block `end`, or as far as `most` more blocks allow. Yield (group, number of the first
-        new block, new blocks)."""
+        """Extend all tables to block `end`, or as far as `max_blocks` more blocks allow. Yield (group, number of the
+        first new block, new blocks)."""
         lacking = [group for group, table in enumerate(tables) if table.end < end]
         for index, group in enumerate(lacking):
             table = tables[group]
-            count = min(end - table.end, most // (len(lacking) - index))
+            count = min(end - table.end, max_blocks // (len(lacking) - index))
             if count > 0:
                 blocks, first = allocate(count), table.end
                 table.blocks += blocks
-                most -= count
+                max_blocks -= count
                 yield group, first, blocks
 
     def trim(self, tables: Sequence[BlockTable], num_read: int) -> list[int]:
@@ -144,11 +144,11 @@ def blocks_in_window(window: int, block_size: int) -> int:
 
 
 def pool_tokens(limits: Limits, joint: int = 0) -> int:
-    """Return the length of the longest sequence for which the pool always has enough blocks. `joint`: the most tokens
-    that have to be computed in one step."""
+    """Return the length of the longest sequence for which the pool always has enough blocks. `joint`: maximum number of
+    tokens that have to be computed in one step."""
     num_whole = limits.windows.count(None)
-    most = [blocks_in_window(window + joint, limits.block_size) for window in limits.windows if window is not None]
-    if not num_whole and sum(most) <= limits.num_blocks:
+    windows = [blocks_in_window(window + joint, limits.block_size) for window in limits.windows if window is not None]
+    if not num_whole and sum(windows) <= limits.num_blocks:
         return max(limits.max_position, limits.num_blocks * limits.block_size)
-    needed = (num_whole * end + sum(min(end, blocks) for blocks in most) for end in range(1, limits.num_blocks + 2))
+    needed = (num_whole * end + sum(min(end, blocks) for blocks in windows) for end in range(1, limits.num_blocks + 2))
     return next(end for end, count in enumerate(needed) if count > limits.num_blocks) * limits.block_size

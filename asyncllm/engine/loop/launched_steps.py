@@ -57,8 +57,8 @@ class LaunchedSteps:
 
     def _depth(self) -> int:
         """Return how many steps to keep in flight: few while a sequence waits, so that it is admitted soon."""
-        most = self._scheduler.max_steps_in_flight
-        return min(PIPELINE_DEPTH, most) if self._scheduler.num_waiting else most
+        limit = self._scheduler.max_steps_in_flight
+        return min(PIPELINE_DEPTH, limit) if self._scheduler.num_waiting else limit
 
     def launch(self) -> None:
         """Keep the pipeline full. After a failed step, drain it first, because the steps in it build on the failed

@@ -293,15 +293,15 @@ class PromptEncoder:
             return
         if self._longest_piece and len(text) > limit * self._longest_piece:
             # A tokenizer may drop white space.
-            least = -(-(len(text) - sum(map(text.count, " \t\r\n"))) // self._longest_piece)
-            if least > limit:
-                self.room(least, 1, at_least=True)
+            min_tokens = -(-(len(text) - sum(map(text.count, " \t\r\n"))) // self._longest_piece)
+            if min_tokens > limit:
+                self.room(min_tokens, 1, at_least=True)
         beginning = PROBED * limit
         if len(text) > 2 * beginning:
-            least = len(self.tokenizer.encode(text[:beginning], add_bos=False))
+            min_tokens = len(self.tokenizer.encode(text[:beginning], add_bos=False))
             # Near the cut, a few tokens may differ from those of the whole text.
-            if least > limit + limit // 16 + 64:
-                self.room(least, 1, at_least=True)
+            if min_tokens > limit + limit // 16 + 64:
+                self.room(min_tokens, 1, at_least=True)
 
     async def offload(self, call: Callable[[], Result], size: int, owner: Hashable = None) -> Result:
         """Return the result of `call`, which takes as long as encoding a text of `size` characters, or decoding as many

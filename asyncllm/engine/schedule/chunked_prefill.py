@@ -71,16 +71,17 @@ def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> 
     return length, work
 
 
-def fit_joint_tokens(sequence: Sequence, length: int, most: int) -> int:
+def fit_joint_tokens(sequence: Sequence, length: int, max_length: int) -> int:
     """Return the length of a chunk of about `length` tokens that does not separate tokens with attention to each other.
 
-    It is shorter than `length`, or longer, up to `most`, if such tokens come first. It is 0 if `most` is too small.
+    It is shorter than `length`, or longer, up to `max_length`, if such tokens come first. It is 0 if `max_length` is
+    too small.
     """
     span = _joint_around(sequence, sequence.num_computed + length)
     if span is None:
         return length
     start, stop = (each - sequence.num_computed for each in span)
-    return start if start > 0 else stop if stop <= most else 0
+    return start if start > 0 else stop if stop <= max_length else 0
 
 
 def next_end(sequence: Sequence) -> int:

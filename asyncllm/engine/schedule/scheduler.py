@@ -244,14 +244,14 @@ class Scheduler:
             if len(chunks) + len(passed) == len(self._prefilling) and not self._admit(batch):
                 break
             sequence = self._prefilling[len(chunks) + len(passed)]
-            most = budget if chunks else self._prefill_budget.max_tokens
+            max_length = budget if chunks else self._prefill_budget.max_tokens
             length = min(len(sequence.token_ids) - sequence.num_computed, budget)
             work = 0
             if bounded and sequence.request.images:
                 length, work = fit_budget(sequence, length, budget, first=not chunks)
                 if not length:
                     break
-            length = fit_joint_tokens(sequence, length, most)
+            length = fit_joint_tokens(sequence, length, max_length)
             if length and sequence.num_computed + length > sequence.capacity:
                 room = self._allocate_for_chunk(batch, sequence, length)
                 length = fit_joint_tokens(sequence, room, room)
@@ -353,9 +353,10 @@ class Scheduler:
         self._extend(batch, sequence, sequence.capacity // self._block_size + 1, len(lacking))
         return True
 
-    def _extend(self, batch: Batch, sequence: Sequence, end: int, most: int) -> None:
-        """Give a sequence up to `most` blocks, so that its tables end at block `end` or as close to it as possible."""
-        for group, first, blocks in self.groups.extend(sequence.tables, end, most, self.blocks.allocate):
+    def _extend(self, batch: Batch, sequence: Sequence, end: int, max_blocks: int) -> None:
+        """Give a sequence up to `max_blocks` blocks, so that its tables end at block `end` or as close to it as
+        possible."""
+        for group, first, blocks in self.groups.extend(sequence.tables, end, max_blocks, self.blocks.allocate):
             batch.new_blocks.append((sequence.slot, group, first, blocks))
         sequence.capacity = self.groups.capacity(sequence.tables)
 

@@ -22,7 +22,7 @@ from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups, ShrunkRows
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_groups import expand_groups, shrink_groups
-from asyncllm.kernels.triton.lora_rows import MOST_RANK, expand_rows, part_of, shrink_rows, sizes_of
+from asyncllm.kernels.triton.lora_rows import MAX_RANK, expand_rows, part_of, shrink_rows, sizes_of
 
 __all__ = [
     "BLOCK_K",
@@ -53,7 +53,7 @@ BLOCK_K = 128
 _SPAN = 512
 """Input features per program if there are few rows."""
 
-_MOST_SPLITS = 4
+_MAX_SPLITS = 4
 
 _NO_SLOT = tl.constexpr(2**30)
 
@@ -152,7 +152,7 @@ def expand_kernel(
 
 def splits_of(rows: int, features: int) -> int:
     """Return the number of programs among which the sum over the input `features` is split."""
-    return max(1, min(_MOST_SPLITS, features // _SPAN)) if rows <= _FEW else 1
+    return max(1, min(_MAX_SPLITS, features // _SPAN)) if rows <= _FEW else 1
 
 
 def shrink_lora(
@@ -161,7 +161,7 @@ def shrink_lora(
     x = x.contiguous()
     tokens, features = x.shape
     single = len(groups.slots) if groups is not None else tokens if tokens <= FEW_ROWS else num_single
-    if lora.b.shape[-1] > MOST_RANK:
+    if lora.b.shape[-1] > MAX_RANK:
         # The order of summation does not depend on how many they are.
         first = _shrink_tiles(x[:single], slots[:single], lora, splits_of(0, features))
     elif groups is not None:
@@ -177,7 +177,7 @@ def expand_lora(
 ) -> Tensor:
     y = y.contiguous()
     single = shrunk.first.shape[1]
-    if lora.b.shape[-1] > MOST_RANK:
+    if lora.b.shape[-1] > MAX_RANK:
         _expand_tiles(y[:single], shrunk.first, slots[:single], lora)
     elif groups is not None:
         expand_groups(y[:single], shrunk.first, groups, lora)

@@ -157,7 +157,7 @@ def group_rows(slots: Tensor) -> RowGroups:
 
 def shrink_groups(x: Tensor, groups: RowGroups, lora: LoRAWeights) -> Tensor:
     """Return the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], whose rows are in
-    `groups`, and slots of rank at most `MOST_RANK`."""
+    `groups`, and slots of rank at most `MAX_RANK`."""
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     span = min(SPAN, triton.next_power_of_2(k))
     h = torch.empty(splits_of(k), tokens, width, dtype=torch.float32, device=x.device)

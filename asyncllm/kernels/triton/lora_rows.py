@@ -18,7 +18,7 @@ from asyncllm.kernels.triton.language import release_consumers, round_to, wait_f
 from asyncllm.kernels.triton.launch import launch
 
 __all__ = [
-    "MOST_RANK",
+    "MAX_RANK",
     "SPAN",
     "expand_row_kernel",
     "expand_rows",
@@ -29,7 +29,7 @@ __all__ = [
     "splits_of",
 ]
 
-MOST_RANK = 128
+MAX_RANK = 128
 """Maximum rank of a slot, here and in `lora_groups`: a program has all rows of A and columns of B, and so the fewer
 features the higher the rank."""
 
@@ -142,7 +142,7 @@ def sizes_of(lora: LoRAWeights) -> dict[str, Any]:
 
 def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
     """Return the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], and slots of rank at
-    most `MOST_RANK`."""
+    most `MAX_RANK`."""
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     span = min(SPAN, triton.next_power_of_2(k))
     h = torch.empty(splits_of(k), tokens, width, dtype=torch.float32, device=x.device)

@@ -45,8 +45,8 @@ def _speeds(nodes: Sequence[Node]) -> list[float]:
 
 def _cheapest(nodes: Sequence[Node], costs: Sequence[float]) -> Node:
     """Return a node of the least cost, any of them if there are several."""
-    least = min(costs)
-    return random.choice([node for node, cost in zip(nodes, costs, strict=True) if cost == least])
+    lowest = min(costs)
+    return random.choice([node for node, cost in zip(nodes, costs, strict=True) if cost == lowest])
 
 
 def at_random(nodes: Sequence[Node], fields: RoutingFields) -> Node:

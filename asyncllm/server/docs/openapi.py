@@ -132,8 +132,8 @@ STREAMS = {
 }
 
 
-def _message(roles: list[str], least: int) -> Schema:
-    text: Schema = {"type": "string", "minLength": least}
+def _message(roles: list[str], min_size: int) -> Schema:
+    text: Schema = {"type": "string", "minLength": min_size}
     part = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": text}}
     return {
         "type": "object",
@@ -141,7 +141,7 @@ def _message(roles: list[str], least: int) -> Schema:
         "additionalProperties": False,
         "properties": {
             "role": {"enum": roles},
-            "content": {"anyOf": [text, {"type": "array", "minItems": least, "items": part}]},
+            "content": {"anyOf": [text, {"type": "array", "minItems": min_size, "items": part}]},
             "name": {"type": ["string", "null"]},
         },
     }

@@ -126,9 +126,9 @@ def _config(
             code="invalid_value",
             param="n",
         )
-    least = 0 if isinstance(body, CompletionRequest) and body.echo else 1
-    if body.max_tokens is not None and body.max_tokens < least:
-        raise ApiError(400, f"max_tokens must be at least {least}.", code="invalid_value", param="max_tokens")
+    lower_bound = 0 if isinstance(body, CompletionRequest) and body.echo else 1
+    if body.max_tokens is not None and body.max_tokens < lower_bound:
+        raise ApiError(400, f"max_tokens must be at least {lower_bound}.", code="invalid_value", param="max_tokens")
     minimum = body.min_tokens if body.min_tokens is not None else body.min_new_tokens
     return msgspec.structs.replace(
         defaults,

@@ -223,7 +223,7 @@ def padded_head_dim(head_dim: int) -> int:
     return 1 << max(4, (head_dim - 1).bit_length())
 
 
-def key_tile(block_size: int, most: int) -> int:
+def key_tile(block_size: int, max_keys: int) -> int:
     """Return the keys per tile: a power of two that divides block_size. Raises ValueError if it would be less than
     16."""
     if block_size % GPU_BLOCK_MULTIPLE:
@@ -231,7 +231,7 @@ def key_tile(block_size: int, most: int) -> int:
             f"Attention on a GPU reads blocks of a multiple of {GPU_BLOCK_MULTIPLE} tokens, not of {block_size}. "
             f"Set block_size to 64, or to another multiple of {GPU_BLOCK_MULTIPLE}."
         )
-    return min(most, block_size & -block_size)
+    return min(max_keys, block_size & -block_size)
 
 
 def decode_config(cache: KVCache, num_rows: int) -> DecodeConfig:
