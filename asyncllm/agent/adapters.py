@@ -96,9 +96,12 @@ class AdapterPool:
         Raises ModelError, and InvalidParameter for a rank above `max_lora_rank`.
         """
         self._model = model = opened.model
-        self._dtype, self._device = opened.dtype, opened.device
+        self._dtype, self._device, self._base = opened.dtype, opened.device, opened.path
         paths = {name: Path(path) for name, path in (config.adapters or {}).items()}
-        read = {folder: _Outline.of(AdapterFiles.read(folder, model)) for folder in dict.fromkeys(paths.values())}
+        read = {
+            folder: _Outline.of(AdapterFiles.read(folder, model, self._base))
+            for folder in dict.fromkeys(paths.values())
+        }
         self._digests = tuple(read[folder].digest for folder in paths.values())
         highest = max((outline.rank for outline in read.values()), default=_MIN_RANK)
         self._max_rank = min(config.max_lora_rank or highest, MAX_RANK)
@@ -134,7 +137,7 @@ class AdapterPool:
         packed: dict[Path, _HostAdapter] = {}
         for number, folder in enumerate(islice(paths.values(), self._num_host), start=1):
             if folder not in packed:
-                packed[folder] = self._packed(AdapterFiles.read(folder, model))
+                packed[folder] = self._packed(self._files(folder))
             self._host[number] = packed[folder]
         self.allocate()
 
@@ -208,7 +211,7 @@ class AdapterPool:
     def load(self, adapter: LoadAdapter) -> str:
         """Read an adapter into host memory, and return the digest of its files. Callable from any thread, while steps
         run. Raises ModelError and InvalidParameter, and then changes nothing."""
-        files = AdapterFiles.read(Path(adapter.path), self._model)
+        files = self._files(Path(adapter.path))
         if adapter.digest not in ("", files.digest):
             raise InvalidCheckpoint(
                 f"{adapter.path} has changed since it was loaded as {short(adapter.name)}, and answers must not mix "
@@ -216,6 +219,9 @@ class AdapterPool:
             )
         self._host[adapter.number] = self._packed(files)
         return files.digest
+
+    def _files(self, folder: Path) -> AdapterFiles:
+        return AdapterFiles.read(folder, self._model, self._base)
 
     def drop(self, number: int) -> None:
         """Free the host memory of an adapter that no unread step names. Callable from any thread."""

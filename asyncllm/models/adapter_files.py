@@ -25,6 +25,7 @@ from asyncllm.kernels.lora import MAX_PARTS
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import ExactRouter
 from asyncllm.locate import WHOLE_MODULES
+from asyncllm.models.adapter_copies import BaseEmbeddings
 from asyncllm.models.checkpoint import Checkpoint, read_header
 from asyncllm.models.config import MAX_NUMBER
 from asyncllm.models.convert import load_pickle
@@ -128,8 +129,8 @@ class AdapterFiles:
         return max(len(factors.a) for parts in self.layers.values() for factors in parts)
 
     @staticmethod
-    def read(folder: Path, model: DecoderLM) -> AdapterFiles:
-        """Read the adapter in `folder` for `model`.
+    def read(folder: Path, model: DecoderLM, base: Path) -> AdapterFiles:
+        """Read the adapter in `folder` for `model`, whose own folder is `base`.
 
         Raises ModelNotFound if there is none, InvalidCheckpoint if it is malformed or belongs to another model, and
         UnsupportedModel for what is not implemented.
@@ -138,10 +139,13 @@ class AdapterFiles:
             raise ModelNotFound(f"{folder} is not a folder. Give the folder that holds {CONFIG_NAME} and the weights.")
         digest = _digest(folder)
         config = AdapterConfig(folder / CONFIG_NAME)
+        embeddings = BaseEmbeddings(model, base)
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in read_tensors(folder):
             end = _A if name.endswith(_A) else _B
             if not name.endswith(end):
+                if embeddings.have(_names(model, name.removeprefix(_PREFIX)), tensor):
+                    continue
                 raise _refusal(folder, name)
             _check_matrix(folder, name, tensor)
             # The source is a view of a file.
@@ -232,7 +236,7 @@ def _refusal(folder: Path, name: str) -> ModelError:
             return UnsupportedModel(f"{folder}: {short(name)} is not implemented: {why}. {_MERGE}")
     return UnsupportedModel(
         f"{folder}: {short(name)} is another method's, or a weight of its own (modules_to_save or bias), and "
-        f"adapters consist of lora_A and lora_B here. {_MERGE}"
+        f"adapters consist of lora_A and lora_B here, and of copies of embeddings that are the base's. {_MERGE}"
     )
 
 
@@ -267,15 +271,20 @@ def _factors_in_model(
 
 def _find_layer(folder: Path, model: DecoderLM, name: str) -> tuple[Target | None, nn.Module | None]:
     """Return the layer that the checkpoint's module `name` is; None if it is left out. Raises InvalidCheckpoint."""
-    # transformers names its module `model` where the files have names of their own.
-    inner = name.removeprefix("model.")
-    for each in names_in_files(name if inner == name else model.base_prefix + inner):
+    for each in _names(model, name):
         with suppress(InvalidCheckpoint, AttributeError):
             target = model.weight_map.resolve(f"{each}.weight")
             return target, None if target is None else model.get_submodule(target.module)
     raise InvalidCheckpoint(
         f"{folder}: the model has no module {short(name)}. Check that the adapter was trained on this model."
     )
+
+
+def _names(model: DecoderLM, name: str) -> Iterator[str]:
+    """Yield what the model's files may call a module or tensor."""
+    # transformers names its module `model` where the files have names of their own.
+    inner = name.removeprefix("model.")
+    yield from names_in_files(name if inner == name else model.base_prefix + inner)
 
 
 def names_in_files(name: str) -> Iterator[str]:

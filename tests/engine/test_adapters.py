@@ -256,11 +256,11 @@ async def test_an_adapter_is_read_beside_the_steps(
     begun, goes_on = threading.Event(), threading.Event()
     read = AdapterFiles.read
 
-    def slow(folder: Path, model: Any) -> AdapterFiles:
+    def slow(folder: Path, model: Any, base: Path) -> AdapterFiles:
         if threading.current_thread().name.startswith("asyncllm-open"):
             begun.set()
             assert goes_on.wait(60)
-        return read(folder, model)
+        return read(folder, model, base)
 
     monkeypatch.setattr(AdapterFiles, "read", slow)
     async with with_adapters(folders, max_loras=2, max_lora_rank=18) as engine:

@@ -26,7 +26,7 @@ from asyncllm.protocol import LoadAdapter
 from tests.adapters import delta, merge, shapes_of, write_adapter
 from tests.checkpoints import build_checkpoint
 from tests.layers.steps import step_at
-from tests.models.parity import Case, Runner, hub_model, open_case, random_tokens
+from tests.models.parity import Case, Runner, folder_of, hub_model, open_case, random_tokens
 from tests.models.test_shares import open_share
 from tests.quant.formats import awq, gptq, write
 from tests.ranks.threads import in_ranks
@@ -45,6 +45,11 @@ def pooled(model: DecoderLM, **settings: Any) -> Iterator[AdapterPool]:
         yield pool
     finally:
         pool.release()
+
+
+def read_adapter(folder: Path, model: DecoderLM) -> AdapterFiles:
+    """Those of an adapter that has copies of nothing or of the tiny Llama's embeddings."""
+    return AdapterFiles.read(folder, model, folder_of(LLAMA))
 
 
 def run(model: DecoderLM, tokens: list[list[int]], slots: list[int]) -> list[torch.Tensor]:
@@ -117,7 +122,7 @@ Q = "model.layers.1.self_attn.q_proj"
 )
 def test_scales_and_spellings(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
     model, shapes = open_case(LLAMA), llama_shapes("q_proj", "down_proj")
-    files = AdapterFiles.read(write_adapter(tmp_path, shapes, **config), model)
+    files = read_adapter(write_adapter(tmp_path, shapes, **config), model)
     assert set(files.layers) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("attn.qkv", "mlp.down")}
     (factors,) = files.layers["layers.1.attn.qkv"]
     assert factors.part == "q"
@@ -184,7 +189,7 @@ def test_what_is_not_implemented_is_refused_by_name(
 ) -> None:
     folder = write_adapter(tmp_path, {Q: (64, 48)}, **config)
     with pytest.raises(kind, match=rf"{named}.*\. (Correct|Fuse|Let|Merge|Name|Save|Take) "):
-        AdapterFiles.read(folder, open_case(LLAMA))
+        read_adapter(folder, open_case(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +206,7 @@ def test_modules_are_found_by_the_names_that_transformers_has_given_them(
 ) -> None:
     case = Case(family, "default")
     shape = tuple(hub_model(case).get_submodule(module).weight.shape)
-    assert set(AdapterFiles.read(write_adapter(tmp_path, {module: shape}), open_case(case)).layers) == {path}
+    assert set(read_adapter(write_adapter(tmp_path, {module: shape}), open_case(case)).layers) == {path}
 
 
 def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
@@ -210,14 +215,14 @@ def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
     shape = model.get_submodule("layers.1.attn.qkv").whole_shapes["q"]
     for number, prefix in enumerate(("model.language_model.", "language_model.model.", "language_model.", "model.")):
         folder = write_adapter(tmp_path / str(number), {f"{prefix}layers.1.self_attn.q_proj": shape})
-        (factors,) = AdapterFiles.read(folder, model).layers["layers.1.attn.qkv"]
+        (factors,) = read_adapter(folder, model).layers["layers.1.attn.qkv"]
         assert factors.part == "q"
     for number, module in enumerate(
         ("vision_tower.encoder.layers.0.self_attn.q_proj", "multi_modal_projector.linear_1")
     ):
         folder = write_adapter(tmp_path / f"tower {number}", {f"model.{module}": (24, 24)})
         with pytest.raises(UnsupportedModel, match=module.rpartition(".")[2]):
-            AdapterFiles.read(folder, model)
+            read_adapter(folder, model)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +239,10 @@ def test_language_models_of_vision_models_take_adapters(tmp_path: Path) -> None:
 def test_names_that_trainers_leave_are_pefts(tmp_path: Path, old: str, new: str) -> None:
     """Of the adapter while it was trained, of compiled and sharded modules, of a model without its head or wrapper."""
     folder, model = write_adapter(tmp_path, llama_shapes("q_proj")), open_case(LLAMA)
-    expected = AdapterFiles.read(folder, model).layers
+    expected = read_adapter(folder, model).layers
     file = folder / "adapter_model.safetensors"
     save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
-    found = AdapterFiles.read(folder, model).layers
+    found = read_adapter(folder, model).layers
     assert {path: [each.part for each in parts] for path, parts in found.items()} == {
         path: [each.part for each in parts] for path, parts in expected.items()
     }
@@ -249,7 +254,7 @@ def test_whole_modules_in_other_files_are_refused(tmp_path: Path, name: str) -> 
     folder = write_adapter(tmp_path, {Q: (64, 48)})
     (folder / name).write_bytes(b"")
     with pytest.raises(UnsupportedModel, match=name):
-        AdapterFiles.read(folder, open_case(LLAMA))
+        read_adapter(folder, open_case(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def test_tensors_of_other_kinds_are_refused(
     file = folder / "adapter_model.safetensors"
     save_file({**load_file(file), f"base_model.model.model.layers.1.{added}": torch.ones(shape)}, file)
     with pytest.raises(kind, match=named):
-        AdapterFiles.read(folder, open_case(LLAMA))
+        read_adapter(folder, open_case(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,52 @@ def test_tensors_that_are_not_understood_are_refused(tmp_path: Path, tensor: str
     file = folder / "adapter_model.safetensors"
     save_file({**load_file(file), tensor: torch.ones(4, 48)}, file)
     with pytest.raises(kind):
-        AdapterFiles.read(folder, open_case(LLAMA))
+        read_adapter(folder, open_case(LLAMA))
+
+
+def with_tensors(folder: Path, tensors: dict[str, torch.Tensor], model: DecoderLM | None = None) -> Path:
+    """An adapter with these tensors, too, by default for the tiny Llama."""
+    shape = (64, 48) if model is None else model.get_submodule("layers.1.attn.qkv").whole_shapes["q"]
+    file = write_adapter(folder, {Q: shape}) / "adapter_model.safetensors"
+    save_file({**load_file(file), **{f"base_model.model.{name}": each for name, each in tensors.items()}}, file)
+    return folder
+
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def embeddings_of(case: Case) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder_of(case) / "model.safetensors")
+    return {EMBED: tensors[EMBED], HEAD: tensors.get(HEAD, tensors[EMBED]).clone()}
+
+
+@pytest.mark.parametrize("case", [LLAMA, Case("gemma2", "default")], ids=["untied", "tied"])
+def test_copies_of_the_bases_embeddings_change_nothing(tmp_path: Path, case: Case) -> None:
+    """PEFT saves them after the vocabulary was resized; with tied embeddings the head is the token embedding."""
+    model, copies = open_case(case), embeddings_of(case)
+    (plain,) = AdapterFiles.read(with_tensors(tmp_path / "plain", {}, model), model, folder_of(case)).layers.values()
+    for name, tensors in {"as they are": copies, "wider": {key: each.double() for key, each in copies.items()}}.items():
+        folder = with_tensors(tmp_path / name, tensors, model)
+        (found,) = AdapterFiles.read(folder, model, folder_of(case)).layers.values()
+        assert torch.equal(found[0].b, plain[0].b)
+
+
+@pytest.mark.parametrize("name", [EMBED, HEAD])
+def test_copies_that_differ_are_refused(tmp_path: Path, name: str) -> None:
+    copy = embeddings_of(LLAMA)[name]
+    changed = copy.clone()
+    changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(9.0))
+    other = embeddings_of(LLAMA)[HEAD if name == EMBED else EMBED]
+    for index, tensor in enumerate((changed, copy[:-1], torch.cat([copy, copy[:1]]), copy.bfloat16(), other)):
+        with pytest.raises(UnsupportedModel, match=f"{name}' is another method's, or a weight of its own.*base's"):
+            read_adapter(with_tensors(tmp_path / str(index), {name: tensor}), open_case(LLAMA))
+
+
+def test_copies_of_other_weights_are_refused(tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    tensors = {name: load_file(folder_of(LLAMA) / "model.safetensors")[name]}
+    with pytest.raises(UnsupportedModel, match=name):
+        read_adapter(with_tensors(tmp_path, tensors), open_case(LLAMA))
 
 
 def test_modules_that_take_no_adapter_are_refused(tmp_path: Path) -> None:
@@ -306,7 +356,7 @@ def test_modules_that_take_no_adapter_are_refused(tmp_path: Path) -> None:
     ]
     for index, (model, module, kind) in enumerate(cases):
         with pytest.raises(kind, match=module.rpartition(".")[2]):
-            AdapterFiles.read(write_adapter(tmp_path / str(index), {module: (64, 48)}), model)
+            read_adapter(write_adapter(tmp_path / str(index), {module: (64, 48)}), model)
 
 
 def test_factors_of_zeros_may_be_where_no_adapter_applies(tmp_path: Path) -> None:
@@ -324,29 +374,29 @@ def test_factors_of_zeros_may_be_where_no_adapter_applies(tmp_path: Path) -> Non
         taken = "model.layers.1.self_attn.q_proj"
         folder = write_adapter(tmp_path / str(index), {taken: (out, size), module: (48, 64)})
         with pytest.raises(UnsupportedModel, match=module.rpartition(".")[2]):
-            AdapterFiles.read(folder, model)
+            read_adapter(folder, model)
         file = folder / "adapter_model.safetensors"
         tensors = load_file(file)
         tensors[f"base_model.model.{module}.lora_B.weight"].zero_()
         save_file(tensors, file)
-        assert set(AdapterFiles.read(folder, model).layers) == {"layers.1.attn.qkv"}
+        assert set(read_adapter(folder, model).layers) == {"layers.1.attn.qkv"}
 
 
 def test_files_that_are_not_there_or_broken_are_refused(tmp_path: Path) -> None:
     model = open_case(LLAMA)
     with pytest.raises(ModelNotFound):
-        AdapterFiles.read(tmp_path / "nowhere", model)
+        read_adapter(tmp_path / "nowhere", model)
     with pytest.raises(InvalidCheckpoint, match=r"adapter_config\.json"):
-        AdapterFiles.read(tmp_path, model)
+        read_adapter(tmp_path, model)
     folder = write_adapter(tmp_path / "a", {Q: (64, 48)})
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(InvalidCheckpoint, match="adapter_model"):
-        AdapterFiles.read(folder, model)
+        read_adapter(folder, model)
     (folder / "adapter_config.json").write_text(json.dumps([]))
     with pytest.raises(InvalidCheckpoint, match="object"):
-        AdapterFiles.read(folder, model)
+        read_adapter(folder, model)
     with pytest.raises(InvalidCheckpoint, match="lora_A"):
-        AdapterFiles.read(write_adapter(tmp_path / "b", {Q: (64, 40)}), model)
+        read_adapter(write_adapter(tmp_path / "b", {Q: (64, 40)}), model)
 
 
 def test_slots_take_what_they_were_made_for(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncllm.errors import UnsupportedModel
 from asyncllm.lite import merge_lora
+from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.registry import open_model
 from tests.models.parity import Case, folder_of, hub_model, open_case, random_tokens
 from tests.models.test_adapters import TOKENS, pooled, run
@@ -77,6 +79,15 @@ def test_logits_are_pefts(tmp_path: Path, family: str, fields: dict[str, Any]) -
     torch.testing.assert_close(adapted, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain, base, rtol=1e-4, atol=1e-4)
     assert (base - expected).abs().max() > 0.05, "the adapter changes something"
+
+
+def test_embeddings_that_peft_saves_along_change_nothing(tmp_path: Path) -> None:
+    case = Case("llama", "default")
+    trained("llama", tmp_path, SOME).save_pretrained(tmp_path, save_embedding_layers=True)
+    assert {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"} <= set(
+        load_file(tmp_path / "adapter_model.safetensors")
+    )
+    assert AdapterFiles.read(tmp_path, open_case(case), folder_of(case)).layers
 
 
 EXPERTS: dict[str, Any] = {**SOME, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
