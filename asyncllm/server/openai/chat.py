@@ -8,6 +8,7 @@ from itertools import groupby
 from aiohttp import web
 
 from asyncllm.engine.requests.generation import Generation
+from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
 from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, chat_logprobs, prompt_logprobs_of, size_of
 from asyncllm.server.openai.requests import ChatRequest
@@ -26,7 +27,7 @@ from asyncllm.server.request.history import normalised
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import stream
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Response
+from asyncllm.types import Chunk, Message, Response
 
 __all__ = ["chat_completions"]
 
@@ -36,10 +37,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, ChatRequest)
     generation = service.engine.generate(
-        await normalised(request, body.messages),
+        await _asked(request, body),
         chat_config(body, service.config, service.defaults),
         session_id=label_of(request, body.session_id),
-        do_preprocess=body.do_preprocess is not False,
+        do_preprocess=body.do_preprocess is not False and body.input_ids is None,
+        input_ids=body.input_ids,
         stream_response=bool(body.stream),
         adapter_name=service.adapter_of(body.model),
         **(
@@ -62,6 +64,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await built_response(service.engine, lambda: _whole(identity, body, generation, response, service), size)
 
 
+async def _asked(request: web.Request, body: ChatRequest) -> list[Message] | str | None:
+    """Return the conversation, or None if the body has `input_ids` instead. Raises ApiError."""
+    if body.input_ids is None:
+        return await normalised(request, body.messages)
+    if body.messages:
+        message = "Send either messages or input_ids: with token ids, messages is an empty list."
+        raise ApiError(400, message, code="invalid_value", param="input_ids")
+    return None
+
+
 def _whole(
     identity: AnswerIdentity, body: ChatRequest, generation: Generation, response: Response, service: Service
 ) -> ChatResponse:
@@ -81,7 +93,7 @@ def _whole(
         if answer.stop_reason is not None:
             choice.stop_reason = answer.stop_reason
         if body.return_token_ids:
-            choice.token_ids = answer.token_ids
+            choice.token_ids = choice.output_ids = answer.token_ids
         choices.append(encoded_alone(choice))
     whole = ChatResponse(
         id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=count.usage()
@@ -181,7 +193,8 @@ class _ChatEvents:
             # The chunk's token ids and log-probabilities are sent only once.
             events += head + delta + b',"logprobs":' + (b"null" if place else self._logprobs(chunk))
             if self._body.return_token_ids and not place:
-                events += b',"token_ids":' + encode(chunk.token_ids)
+                ids = encode(chunk.token_ids)
+                events += b',"token_ids":%b,"output_ids":%b' % (ids, ids)
             events += b',"finish_reason":null}' + tail
         if chunk.finish_reason is not None:
             end = b"{}" if self._splits else b'{"content":""}'

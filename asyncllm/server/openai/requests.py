@@ -122,6 +122,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
     """false: leave the reasoning in the content (SGLang's)."""
     do_preprocess: bool | None = None
     """false: `messages` is a text that is sent to the model without a chat template."""
+    input_ids: Annotated[list[int], Meta(min_length=1)] | None = None
+    """LMDeploy's: the prompt as token ids, sent to the model without a chat template. `messages` is then empty."""
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
     """Also send the log-probability of each token."""

@@ -120,6 +120,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    output_ids: list[int] | UnsetType = UNSET
+    """The same under LMDeploy's name."""
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):

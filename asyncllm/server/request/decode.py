@@ -43,7 +43,7 @@ FORM_FIELDS = {
     "text": "text.format",
     "output_config": "output_config.format",
 }
-PROMPT_FIELDS = ("messages", "prompt", "input", "input_ids", "tokens")
+PROMPT_FIELDS = ("input_ids", "messages", "prompt", "input", "tokens")
 
 MAX_NAMED = 32
 """Maximum number of names in the header that lists ignored ones."""

@@ -234,6 +234,30 @@ async def test_prompts_are_cut_where_that_is_asked_for() -> None:
             assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
+async def test_a_prompt_of_token_ids() -> None:
+    """As in LMDeploy, which calls the answer's ids output_ids."""
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        asked = {"messages": [], "input_ids": list(b"ping"), "return_token_ids": True, "max_tokens": 4}
+        _, answer = await served.post("/v1/chat/completions", asked)
+        assert answer["prompt_token_ids"] == list(b"ping")
+        choice = answer["choices"][0]
+        assert choice["message"]["content"] == "pong"
+        assert choice["output_ids"] == choice["token_ids"] == list(b"pong")
+        events = [event["choices"][0] for event in await events_of(served, asked)]
+        for name in ("output_ids", "token_ids"):
+            assert [token for each in events for token in each.get(name, ())] == list(b"pong")
+        tool = {"type": "function", "function": {"name": "weather"}}
+        for fields, param in (
+            ({"messages": PING}, "input_ids"),
+            ({"input_ids": []}, "input_ids"),
+            ({"input_ids": [-1]}, "input_ids"),
+            ({"input_ids": ["a"]}, "input_ids"),
+            ({"tools": [tool]}, "tools"),
+        ):
+            status, answer = await served.post("/v1/chat/completions", {**asked, **fields})
+            assert (status, answer["error"]["param"]) == (400, param)
+
+
 async def test_an_answer_has_no_tokens_but_those_that_are_allowed() -> None:
     asked = {"max_tokens": 6, "return_token_ids": True, "ignore_eos": True}
     async with serving(FakeEngine({"ping": "pong"})) as served:
