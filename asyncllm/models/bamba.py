@@ -8,7 +8,7 @@ from asyncllm.layers.block import AnyAttention
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
-from asyncllm.models.mamba_hybrid import MAMBA_WEIGHTS, MambaConfig, attending_layers, mamba_fields, mamba_layer
+from asyncllm.models.mamba_hybrid import MAMBA_WEIGHTS, MambaConfig, attention_layers_of, mamba_fields, mamba_layer
 from asyncllm.models.registry import register
 
 __all__ = ["Bamba"]
@@ -59,21 +59,21 @@ class Bamba(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         fields = hf.decoder(architecture, max_position=262144, norm_eps=1e-5, partial_rotary=0.5)
-        attending = attending_layers(hf, fields["num_layers"])
-        if attending is None:
-            attending = _listed(hf, fields["num_layers"])
+        attention_layers = attention_layers_of(hf, fields["num_layers"])
+        if attention_layers is None:
+            attention_layers = _listed(hf, fields["num_layers"])
         bias = hf.flag("attention_bias", False)
         return MambaConfig(
             **fields,
             **mamba_fields(hf, fields["hidden_size"]),
-            attending=attending,
+            attention_layers=attention_layers,
             qkv_bias=bias,
             out_bias=bias,
             mlp_bias=hf.flag("mlp_bias", False),
         )
 
     def attention(self, layer: int) -> AnyAttention:
-        return super().attention(layer) if layer in self.config.attending else mamba_layer(self.config, layer)
+        return super().attention(layer) if layer in self.config.attention_layers else mamba_layer(self.config, layer)
 
 
 def _listed(hf: HFConfig, num_layers: int) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Command A+: Command A with experts after its first layers, next to an MLP for all tokens."""
+"""Command A+: Command A with experts after its first layers, beside a shared MLP."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Cohere2MoE"]
 
 class Cohere2MoEConfig(ModelConfig, frozen=True, kw_only=True):
     centered: bool
-    """Whether norms take the mean away."""
-    averaged: bool
-    """Whether what all tokens take and what each has chosen are averaged."""
+    """Whether norms subtract the mean."""
+    averages_branches: bool
+    """Whether the outputs of the shared MLP and of the experts are averaged instead of added."""
 
 
 @register(Cohere2MoeForCausalLM="Command A+")
@@ -86,7 +86,7 @@ class Cohere2MoE(Cohere2):
         return Cohere2MoEConfig(
             **fields,
             centered=centered,
-            averaged=hf.fields.get("shared_expert_combination_strategy") != "sum",
+            averages_branches=hf.fields.get("shared_expert_combination_strategy") != "sum",
         )
 
     def make_norm(self) -> Norm:
@@ -95,7 +95,7 @@ class Cohere2MoE(Cohere2):
 
     def mlp(self, layer: int) -> nn.Module:
         config, experts = self.config, self.config.experts
-        if experts is None or layer not in experts.layers or not (config.averaged and experts.shared_size):
+        if experts is None or layer not in experts.layers or not (config.averages_branches and experts.shared_size):
             return super().mlp(layer)
         return AveragedMoE(
             config.hidden_size,

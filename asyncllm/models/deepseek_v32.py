@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2, in contexts no longer than what its index selects: there queries attend to all tokens, as in
-DeepSeek-V3."""
+"""DeepSeek-V3.2, for contexts no longer than the number of tokens that its index selects: within it queries attend to
+all tokens, as in DeepSeek-V3."""
 
 from __future__ import annotations
 

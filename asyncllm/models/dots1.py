@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3's attention and DeepSeek-V3's choice of experts."""
+"""dots.llm1: Qwen3's attention and DeepSeek-V3's routing of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K-EXAONE: EXAONE 4's attention with pre-norms, and DeepSeek-V3's choice of experts."""
+"""K-EXAONE: EXAONE 4's attention with pre-norms, and DeepSeek-V3's routing of experts."""
 
 from __future__ import annotations
 

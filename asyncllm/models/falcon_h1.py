@@ -97,7 +97,7 @@ class FalconH1(DecoderLM):
         return FalconH1Config(
             **fields,
             **mamba_fields(hf, fields["hidden_size"], inner),
-            attending=frozenset(range(fields["num_layers"])),
+            attention_layers=frozenset(range(fields["num_layers"])),
             qkv_bias=bias,
             out_bias=bias,
             mlp_bias=hf.flag("mlp_bias", False),

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: half of each head rotated, and DeepSeek-V3's choice of experts."""
+"""GLM-4.5 and 4.6: half of each head rotated, and DeepSeek-V3's routing of experts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from asyncllm.layers.block import AnyAttention
 from asyncllm.models.config import HFConfig
 from asyncllm.models.granite import Granite
 from asyncllm.models.granite_moe import GraniteMoE
-from asyncllm.models.mamba_hybrid import MAMBA_WEIGHTS, MambaConfig, attending_layers, mamba_fields, mamba_layer
+from asyncllm.models.mamba_hybrid import MAMBA_WEIGHTS, MambaConfig, attention_layers_of, mamba_fields, mamba_layer
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
@@ -61,11 +61,11 @@ class GraniteHybrid(GraniteMoE):
         fields = msgspec.structs.asdict(base)
         if not turns:
             fields["rope"] = None
-        attending = attending_layers(hf, base.num_layers)
+        attention_layers = attention_layers_of(hf, base.num_layers)
         return MambaConfig(
             **fields,
             **mamba_fields(hf, base.hidden_size),
-            attending=frozenset() if attending is None else attending,
+            attention_layers=frozenset() if attention_layers is None else attention_layers,
         )
 
     @property
@@ -74,4 +74,4 @@ class GraniteHybrid(GraniteMoE):
         return table if self.config.experts is not None else table.replaced(_DENSE)
 
     def attention(self, layer: int) -> AnyAttention:
-        return super().attention(layer) if layer in self.config.attending else mamba_layer(self.config, layer)
+        return super().attention(layer) if layer in self.config.attention_layers else mamba_layer(self.config, layer)

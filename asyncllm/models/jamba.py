@@ -32,7 +32,7 @@ _SCAN = {
 
 
 class JambaConfig(ScanConfig, frozen=True, kw_only=True):
-    attending: frozenset[int]
+    attention_layers: frozenset[int]
     """The layers with attention."""
     mamba_size: int
     """Number of features with a state in the other layers."""
@@ -106,14 +106,14 @@ class Jamba(DecoderLM):
         return JambaConfig(
             **fields,
             experts=experts if count > 1 else None,
-            attending=_every(hf, "attn_layer", num_layers, period=8, offset=4),
+            attention_layers=_every(hf, "attn_layer", num_layers, period=8, offset=4),
             mamba_size=hf.integer("mamba_expand", 2) * hidden_size,
             **scan_fields(hf.named(_SCAN), hidden_size),
         )
 
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
-        if layer in config.attending:
+        if layer in config.attention_layers:
             return super().attention(layer)
         return scan_layer(layer, config, inner_size=config.mamba_size, norm=partial(RMSNorm, eps=config.norm_eps))
 

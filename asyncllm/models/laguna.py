@@ -1,4 +1,4 @@
-"""Laguna: numbers of heads by layer, gates of what they attend to, windows, and DeepSeek-V3's choice of experts."""
+"""Laguna: numbers of heads by layer, gated outputs of attention, windows, and DeepSeek-V3's routing of experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ROPES = {
 class LagunaConfig(ModelConfig, frozen=True, kw_only=True):
     layer_heads: tuple[int, ...]
     """Query heads of each layer."""
-    gates_features: bool
-    """Whether features have a gate each, or heads."""
+    per_feature_gate: bool
+    """Whether each feature has a gate, instead of each head."""
 
 
 @register(LagunaForCausalLM="Laguna XS.2")
@@ -101,13 +101,13 @@ class Laguna(DecoderLM):
             qk_norm="head",
             experts=experts,
             layer_heads=_layer_heads(hf, fields),
-            gates_features=hf.fields.get("gating") == "per-element",
+            per_feature_gate=hf.fields.get("gating") == "per-element",
         )
 
     def attention(self, layer: int) -> Attention:
         config = self.config
         heads = replace(self.attention_config(layer), num_heads=config.layer_heads[layer])
-        gates = config.gates_features
+        gates = config.per_feature_gate
         return HeadGatedAttention(layer, config.hidden_size, heads, activation=kernels.softplus, by_feature=gates)
 
 

@@ -52,12 +52,12 @@ def lfm2_fields(hf: HFConfig, architecture: str) -> dict[str, Any]:
     named = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     fields = hf.named(named).decoder(architecture, max_position=128000, theta=1e6, norm_eps=1e-5, tied=True)
     num_layers = fields["num_layers"]
-    attending = hf.fields.get("full_attn_idxs")
-    if attending is None:
-        attending = list(range(num_layers))
-    if not isinstance(attending, list) or any(layer not in range(num_layers) for layer in attending):
+    attention_layers = hf.fields.get("full_attn_idxs")
+    if attention_layers is None:
+        attention_layers = list(range(num_layers))
+    if not isinstance(attention_layers, list) or any(layer not in range(num_layers) for layer in attention_layers):
         hf.invalid("full_attn_idxs", f"where a list of layers below {num_layers} belongs")
-    by_index = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
+    by_index = ["full_attention" if layer in attention_layers else "conv" for layer in range(num_layers)]
     kinds = hf.layer_kinds(num_layers, ("full_attention", "conv"), by_index)
     length = hf.integer("conv_L_cache", 3, minimum=2, maximum=16)
     return {

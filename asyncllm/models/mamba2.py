@@ -59,7 +59,7 @@ class Mamba2LM(DecoderLM):
         hf = hf.changed({key: value for key, value in _USUAL.items() if hf.fields.get(key) is None})
         fields = recurrent_fields(hf, architecture, tied=False)
         sizes = mamba_fields(hf.named(_WORDS), fields["hidden_size"], fields["intermediate_size"])
-        return MambaConfig(**fields, **sizes, attending=frozenset())
+        return MambaConfig(**fields, **sizes, attention_layers=frozenset())
 
     def block(self, layer: int) -> SingleBlock:
         return SingleBlock(norm=self.make_norm(), attn=mamba_layer(self.config, layer))

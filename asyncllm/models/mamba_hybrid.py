@@ -8,7 +8,7 @@ from typing import Any
 from asyncllm.layers.mamba2 import Mamba2
 from asyncllm.models.config import HFConfig, ModelConfig
 
-__all__ = ["MAMBA_WEIGHTS", "MambaConfig", "attending_layers", "mamba_fields", "mamba_layer", "mamba_sizes"]
+__all__ = ["MAMBA_WEIGHTS", "MambaConfig", "attention_layers_of", "mamba_fields", "mamba_layer", "mamba_sizes"]
 
 _MAMBA = "model.layers.{i}.mamba"
 
@@ -30,7 +30,7 @@ _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention
 class MambaConfig(ModelConfig, frozen=True, kw_only=True):
     """The config of a decoder with layers of Mamba-2 and of attention."""
 
-    attending: frozenset[int]
+    attention_layers: frozenset[int]
     """The layers with attention."""
     mamba_heads: int
     mamba_head_dim: int
@@ -87,7 +87,7 @@ def mamba_sizes(config: MambaConfig) -> dict[str, Any]:
     }
 
 
-def attending_layers(hf: HFConfig, num_layers: int) -> frozenset[int] | None:
+def attention_layers_of(hf: HFConfig, num_layers: int) -> frozenset[int] | None:
     """Return the layers with attention, or None if config.json does not list layer kinds. Raises InvalidCheckpoint,
     UnsupportedModel."""
     key = "layer_types" if hf.fields.get("layer_types") is not None else "layers_block_type"

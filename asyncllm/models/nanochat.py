@@ -1,5 +1,5 @@
-"""nanochat: norms without weights, of the embeddings too, and of queries and keys behind their rotation, which is the
-other way round."""
+"""nanochat: norms without weights, of the embeddings too, and of queries and keys after their rotation, which turns in
+the opposite direction."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class NemotronH(DecoderLM):
             activation="squared_relu",
             mlp_bias=hf.flag("mlp_bias", False),
             kinds=kinds,
-            attending=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+            attention_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
             mamba_heads=heads,
             mamba_head_dim=hf.integer("mamba_head_dim", 64),
             mamba_groups=groups,
@@ -145,7 +145,7 @@ class NemotronH(DecoderLM):
     def attention(self, layer: int) -> AnyAttention:
         # MLPs have no cache, and are not counted.
         place = sum(kind not in ("mlp", "moe") for kind in self.config.kinds[:layer])
-        if layer in self.config.attending:
+        if layer in self.config.attention_layers:
             return super().attention(place)
         return mamba_layer(self.config, place, min_step=self.config.min_step)
 

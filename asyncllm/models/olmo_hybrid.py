@@ -83,7 +83,7 @@ class OlmoHybrid(DecoderLM):
     @property
     def weight_map(self) -> WeightMap:
         # transformers writes the first norm of layers with attention under the name of the others' second norm.
-        layers = (f"layers.{layer}" for layer in self.config.attending)
+        layers = (f"layers.{layer}" for layer in self.config.attention_layers)
         return super().weight_map.replaced(
             {f"model.{layer}.feedforward_layer_norm": f"{layer}.attn_post_norm" for layer in layers}
         )
@@ -91,12 +91,12 @@ class OlmoHybrid(DecoderLM):
     def block(self, layer: int) -> AnyBlock:
         attn, mlp = self.attention(layer), self.mlp(layer)
         norms = self.make_norm(), self.make_norm()
-        if layer in self.config.attending:
+        if layer in self.config.attention_layers:
             return PostNormBlock(attn=attn, attn_post_norm=norms[0], mlp=mlp, mlp_post_norm=norms[1])
         return Block(attn_norm=norms[0], attn=attn, mlp_norm=norms[1], mlp=mlp)
 
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
-        if layer in config.attending:
+        if layer in config.attention_layers:
             return super().attention(layer)
         return delta_net(layer, config, norm_eps=_NORM_EPS, top_weight=config.top_weight, parted_conv=True)

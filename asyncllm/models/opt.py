@@ -27,8 +27,8 @@ _PROJECTIONS = {
 class OPTConfig(ModelConfig, frozen=True, kw_only=True):
     embedding_size: int
     """Width of the tokens' table."""
-    norms_stream: bool
-    """Whether norms follow the additions instead of preceding the branches."""
+    post_norm: bool
+    """Whether norms follow the additions to the stream instead of preceding the branches."""
 
 
 @register(OPTForCausalLM="OPT 125M to 66B")
@@ -81,7 +81,7 @@ class OPT(DecoderLM):
             gated=False,
             activation=hf.activation("activation_function", "relu"),
             embedding_size=embedding_size,
-            norms_stream=not hf.flag("do_layer_norm_before", True),
+            post_norm=not hf.flag("do_layer_norm_before", True),
         )
 
     @property
@@ -109,9 +109,9 @@ class OPT(DecoderLM):
         return super().output()
 
     def block(self, layer: int) -> AnyBlock:
-        if not self.config.norms_stream:
+        if not self.config.post_norm:
             return super().block(layer)
         return StreamNormBlock(**self.block_parts(layer))
 
     def last_norm(self) -> Norm:
-        return NoNorm() if self.config.norms_stream else super().last_norm()
+        return NoNorm() if self.config.post_norm else super().last_norm()

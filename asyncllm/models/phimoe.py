@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: Mixtral with layer norms, biases, and the sparsemixer's choice of experts."""
+"""Phi-3.5-MoE: Mixtral with layer norms, biases, and the sparsemixer's routing of experts."""
 
 from __future__ import annotations
 

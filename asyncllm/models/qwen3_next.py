@@ -31,7 +31,7 @@ DELTA_WEIGHTS = {
 
 
 class Qwen3NextConfig(ModelConfig, frozen=True, kw_only=True):
-    attending: frozenset[int]
+    attention_layers: frozenset[int]
     """The layers with attention."""
     delta_heads: int
     delta_key_heads: int
@@ -96,7 +96,7 @@ class Qwen3Next(DecoderLM):
 
     def attention(self, layer: int) -> AnyAttention:
         config = self.config
-        if layer in config.attending:
+        if layer in config.attention_layers:
             return GatedAttention(layer, config.hidden_size, self.attention_config(layer))
         return delta_net(layer, config, norm_eps=config.norm_eps)
 
@@ -131,7 +131,7 @@ def delta_fields(hf: HFConfig, num_layers: int) -> dict[str, Any]:
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": "head",
-        "attending": frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+        "attention_layers": frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
         "delta_heads": heads,
         "delta_key_heads": key_heads,
         "delta_head_dim": hf.integer("linear_value_head_dim", 128),
