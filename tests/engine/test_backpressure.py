@@ -47,12 +47,12 @@ class TestBounds:
 
     def test_a_part_of_the_queue(self) -> None:
         bounds = Backpressure(max_requests=10, max_tokens=100)
-        assert bounds.has_place(0.3, 2, 20, 10)
-        assert not bounds.has_place(0.3, 3, 20, 10)
-        assert not bounds.has_place(0.3, 2, 20, 11)
-        assert not bounds.has_place(0.0, 0, 0, 0)
-        assert Backpressure(max_requests=10).has_place(0.01, 0, 10**6, 10**6)
-        assert Backpressure(max_tokens=100).has_place(0.5, 10**6, 0, 50)
+        assert bounds.has_room(0.3, 2, 20, 10)
+        assert not bounds.has_room(0.3, 3, 20, 10)
+        assert not bounds.has_room(0.3, 2, 20, 11)
+        assert not bounds.has_room(0.0, 0, 0, 0)
+        assert Backpressure(max_requests=10).has_room(0.01, 0, 10**6, 10**6)
+        assert Backpressure(max_tokens=100).has_room(0.5, 10**6, 0, 50)
 
     def test_retry_after_is_the_measured_time_for_as_much_as_is_too_much(self) -> None:
         bounds = Backpressure(max_requests=10, max_tokens=1000)

@@ -12,7 +12,7 @@ import pytest
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, QueueFull
-from asyncllm.event_loop.request_gate import PER_TURN
+from asyncllm.event_loop.request_gate import MAX_PER_ITERATION
 from asyncllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -155,7 +155,7 @@ async def test_a_crowd_begins_a_few_in_each_turn() -> None:
         while begun[-1] < 100:
             await asyncio.sleep(0)
             begun.append(engine.stats().requests_started)
-        assert max(after - before for before, after in pairwise(begun)) <= PER_TURN
+        assert max(after - before for before, after in pairwise(begun)) <= MAX_PER_ITERATION
         engine.executor.resume()
         await asyncio.gather(*crowd)
 

@@ -208,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> Any:
         prompt = prompt[: self.room - 1]
         max_new = min(max_new, self.room - len(prompt))
-        if not self.has_place(prompt):
+        if not self.has_room(prompt):
             return multiple()
         request = self.driver.submit(
             prompt,
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked[request] = Asked(request, max_new, seeds, stop_ids, failing=self.failing)
         self.unfinished[request] = None
 
-    def has_place(self, prompt: list[int]) -> bool:
+    def has_room(self, prompt: list[int]) -> bool:
         """Whether the queue takes the prompt, as the engine asks it; compared with counting who waits."""
         leaders = [row for row in self.queue if row.index == 0]
         queued = len(leaders), sum(self.queue._waiting[row][1] for row in self.queue)
@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(target=requests, prompt=prompts, pooling=st.sampled_from(["last", "mean"]), user=st.sampled_from(USERS))
     def embed(self, prompt: list[int], pooling: Pooling, user: str) -> Any:
         prompt = prompt[: self.room]
-        if not self.has_place(prompt):
+        if not self.has_room(prompt):
             return multiple()
         request = self.driver.submit(prompt, 0, pooling=pooling, policy=self.policy(user))
         self.expect(request, 0, [None], [])
@@ -289,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return multiple()
         history, prompt = self.histories[session], prompt[: self.room - 1]
         step = min(len(history), self.room - 1 - len(prompt))
-        if (history and not step) or not self.has_place(history[:step] + prompt):
+        if (history and not step) or not self.has_room(history[:step] + prompt):
             return multiple()
         request = self.prepare(session, delivery, prompt, step, max_new, self.policy(user, salt=salt))
         assert request.prompt_ids == history[:step] + prompt

@@ -15,7 +15,7 @@ from asyncllm import AsyncEngine
 from asyncllm.agent.executor import StepExecutor
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.engine.loop.inbox import MAX_PUT_OFF
-from asyncllm.event_loop.request_gate import PER_TURN, RequestGate
+from asyncllm.event_loop.request_gate import MAX_PER_ITERATION, RequestGate
 from asyncllm.protocol import Batch, Limits, StepOutput
 from asyncllm.testing import ByteTokenizer, FakeEngine, FakeExecutor
 from asyncllm.testing.fake_engine import FakeTemplate
@@ -198,7 +198,7 @@ def test_the_first_step_of_a_burst_has_all_of_it() -> None:
     async def main(loop: CountingLoop) -> None:
         async with FakeEngine("x" * 100, EngineConfig(max_batch_size=64), num_blocks=512, num_slots=64) as engine:
             batches = engine.executor.batches
-            count = 3 * PER_TURN + 1
+            count = 3 * MAX_PER_ITERATION + 1
             await asyncio.gather(*(engine.generate("Hi", answer).response() for _ in range(count)))
             assert [len(batch.prefill) for batch in batches] == [count, 0]
 

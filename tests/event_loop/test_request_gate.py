@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncllm.event_loop.request_gate import PER_TURN, RequestGate
+from asyncllm.event_loop.request_gate import MAX_PER_ITERATION, RequestGate
 
 pytestmark = pytest.mark.anyio
 
@@ -51,13 +51,13 @@ async def test_it_is_open_again_and_rests_without_requests() -> None:
         await turns_of(request_gate, 5)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not request_gate._turning, "an idle server does nothing"
+        assert not request_gate._turn_scheduled, "an idle server does nothing"
         assert await turns_of(request_gate, 2) == [0, 0]
 
 
 async def test_one_request_after_another_never_waits() -> None:
     request_gate = RequestGate()
-    for _ in range(3 * PER_TURN):
+    for _ in range(3 * MAX_PER_ITERATION):
         entering = request_gate.enter()
         with pytest.raises(StopIteration):
             entering.send(None)

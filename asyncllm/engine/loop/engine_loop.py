@@ -165,7 +165,7 @@ class EngineLoop:
         """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
         self._open.check_deadline(request)
-        self._inbox.check_place(request, self._event_loop.time(), hold=self._control.hold)
+        self._inbox.check_queue(request, self._event_loop.time(), hold=self._control.hold)
         self._open.open(request)
         self._inbox.put(request)
         self._watchdog.watch()

@@ -60,13 +60,13 @@ class Inbox:
         requests = waiting.num_requests + len(self.arrived) - served
         return requests, waiting.num_tokens + self.arrived_tokens - served_tokens
 
-    def check_place(self, request: Request, now: float, *, hold: bool) -> None:
+    def check_queue(self, request: Request, now: float, *, hold: bool) -> None:
         """Raise QueueFull if the queue is full for a new request. `hold`: see `num_queued`."""
-        if self._bounds.bounded and not self._has_own_place(request):
+        if self._bounds.bounded and not self._has_own_share(request):
             requests, tokens = self.num_queued(hold=hold)
             self._bounds.check(requests, tokens, len(request.prompt_ids), now)
 
-    def _has_own_place(self, request: Request) -> bool:
+    def _has_own_share(self, request: Request) -> bool:
         """Return whether the user's waiting requests fill less than the user's share of the queue. A user with many
         requests can thus fill the remainder, but not the share of other users."""
         user = request.policy.user
@@ -74,7 +74,7 @@ class Inbox:
             return False
         arrived = [len(other.prompt_ids) for other in self.arrived if other.policy.user is user]
         requests, tokens = user.queued_requests + len(arrived), user.queued_tokens + sum(arrived)
-        return self._bounds.has_place(user.quota / 100, requests, tokens, len(request.prompt_ids))
+        return self._bounds.has_room(user.quota / 100, requests, tokens, len(request.prompt_ids))
 
     def waits_for_burst(self, *, idle: bool) -> bool:
         """Return whether an idle engine should put off its turn for prompts that are at the gate, and count the delay.

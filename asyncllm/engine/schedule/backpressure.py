@@ -35,7 +35,7 @@ class Backpressure:
         """Note that a request has ended."""
         self._ends.append(now)
 
-    def has_place(self, part: float, requests: int, tokens: int, new_tokens: int) -> bool:
+    def has_room(self, part: float, requests: int, tokens: int, new_tokens: int) -> bool:
         """Return whether a user's `part` (0 to 1) of the queue, in which `requests` with `tokens` wait, has space for a
         request of `new_tokens` tokens."""
         return (not self._max_requests or requests < part * self._max_requests) and (

@@ -27,7 +27,7 @@ __all__ = ["Acceptor", "connections_for", "raise_limit"]
 
 logger = logging.getLogger("asyncllm.server")
 
-PER_TURN = 128
+MAX_PER_ITERATION = 128
 """Maximum number of connections accepted in one iteration of the event loop."""
 PAUSE_S = 0.5
 """Seconds without accepting after the system has refused; meanwhile the kernel queues connections."""
@@ -84,7 +84,7 @@ class Acceptor:
             await asyncio.wait(self._connecting)
 
     def _accept(self) -> None:
-        for _ in range(PER_TURN):
+        for _ in range(MAX_PER_ITERATION):
             try:
                 connection, _ = self._listener.accept()
             except NOTHING_THERE:
