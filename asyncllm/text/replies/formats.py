@@ -96,7 +96,11 @@ HUNYUAN_THINK = Thinking("<think>", "</think>", ("<answer>", "</answer>"))
 ERNIE_THINK = Thinking("<think>", "</think>", ("<response>", "</response>"))
 APERTUS_THINK = Thinking("<|inner_prefix|>", "<|inner_suffix|>")
 MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
-COHERE_THINK = Thinking("<|START_THINKING|>", "<|END_THINKING|>")
+COHERE_THINK = Thinking(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
 GEMMA4_THINK = Thinking("<|channel>thought\n", "<channel|>")
 GRANITE_THINK = Thinking("Here is my thought process:", "Here is my response:")
 SEED_THINK = Thinking("<seed:think>", "</seed:think>")

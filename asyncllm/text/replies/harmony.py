@@ -30,8 +30,10 @@ def _answer(reader: Reader) -> Reading:
         marker = yield from source.until(header_end, parts.append)
         header = reader.codes.spelled("".join(parts))
         if marker != MESSAGE:
-            # Not a message, so it is content.
-            output.text(header.removeprefix(START).removeprefix("assistant"))
+            text = header.removeprefix(START).removeprefix("assistant")
+            if marker is not None or CHANNEL not in text:
+                # Neither a message nor a header that is cut off, so it is content.
+                output.text(text)
             if marker is None:
                 return
             continue

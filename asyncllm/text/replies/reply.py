@@ -19,7 +19,7 @@ class Thinking(NamedTuple):
     open: str
     close: str
     around_content: tuple[str, ...] = ()
-    """Marks around the content after it, which are left out."""
+    """Marks around the content, which are left out."""
 
 
 class ReplyFormat:
@@ -136,14 +136,15 @@ class Reply:
             yield from reader.attempt(self._format.at_start(reader))
         openers: Sequence[str] = () if self._format is None else self._format.openers
         opening = () if self._thinking is None else (self._thinking.open,)
-        closing = () if self._thinking is None else (self._thinking.close, *self._thinking.around_content)
+        closing = () if self._thinking is None else (self._thinking.close,)
+        around = () if self._thinking is None else self._thinking.around_content
         while True:
-            # After the reasoning these marks are dropped; without reasoning they are content.
-            markers = reader.markers(*openers, *opening, *(closing if thought else ()))
+            # After the reasoning another closing mark is dropped; without reasoning it is content.
+            markers = reader.markers(*openers, *opening, *around, *(closing if thought else ()))
             marker = yield from source.until(markers, output.text)
             if marker is None:
                 return
-            if marker in closing:
+            if marker in closing or marker in around:
                 output.markup()
             elif marker in opening:
                 output.markup()
@@ -159,6 +160,10 @@ class Reply:
         output.inside = True
         openers: Sequence[str] = () if self._format is None else self._format.openers
         markers = reader.markers(self._thinking.close, *openers)
+        yield from reader.source.space()
+        while (yield from reader.source.literal(self._thinking.open)):
+            # Some models repeat the mark that the prompt ends with.
+            yield from reader.source.space()
         while (marker := (yield from reader.source.until(markers, output.thought))) is not None:
             if marker == self._thinking.close:
                 output.inside = False

@@ -203,6 +203,9 @@ SAMPLES: dict[str, Sample] = {
         Said("Done.", calls=(("f", '{"a": {"b": 1}'),)),
     ),
     "prompt opens thinking": Sample("hermes", "deepseek_r1", "\nHm.\n</think>\n\nHi", Said("Hi", "Hm."), inside=True),
+    "prompt and reply open thinking": Sample(
+        "hermes", "deepseek_r1", "\n<think>\nHm.\n</think>\n\nHi", Said("Hi", "Hm."), inside=True
+    ),
     "call ends thinking": Sample(
         "hermes", "qwen3", 'Hm.\n<tool_call>{"name": "now"}</tool_call>', Said("", "Hm.", (("now", "{}"),)), inside=True
     ),
@@ -377,6 +380,7 @@ SAMPLES: dict[str, Sample] = {
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi {a}<|return|>",
         Said("Hi {a}", "Hm."),
     ),
+    "harmony, cut": Sample("openai", None, "<|channel|>ana", Said()),
     "harmony, recipient first": Sample(
         "openai",
         None,
@@ -396,6 +400,7 @@ SAMPLES: dict[str, Sample] = {
     "phi4, marked": Sample(
         "phi4_mini_json", None, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', Said(calls=BOTH[1:])
     ),
+    "command, an answer": Sample("cohere", "cohere", "<|START_RESPONSE|>Ok.<|END_RESPONSE|>", Said("Ok.")),
     "command": Sample(
         "cohere_command3",
         "cohere",
