@@ -30,11 +30,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if (body.prompt is None) == (body.input_ids is None):
         raise ApiError(400, "Send either prompt or input_ids.", code="invalid_value", param="prompt")
     options: RequestKeywords = {**request_options(request, body), **image_options(body)}
+    prompt, ids = await _asked(request, body), body.input_ids
+    if body.add_special_tokens is False and isinstance(prompt, str):
+        encoded: Any = await service.engine.encode([prompt], do_preprocess=False, add_bos=False, bounded=True)
+        prompt, ids = None, encoded[0]
     generation = service.engine.generate(
-        await _asked(request, body),
+        prompt,
         generate_config(body, service.defaults),
         do_preprocess=False,
-        input_ids=body.input_ids,
+        input_ids=ids,
         session_id=label_of(request, body.session_id),
         stream_response=body.stream,
         adapter_name=service.adapter_of(body.model),
@@ -57,6 +61,13 @@ async def _asked(request: web.Request, body: GenerateRequest) -> str | tuple[str
         return body.prompt
     if body.prompt is None:
         raise ApiError(400, "image_data goes with a prompt of text.", code="invalid_value", param="image_data")
+    if body.add_special_tokens is False:
+        raise ApiError(
+            400,
+            "add_special_tokens: false is for a prompt of text alone.",
+            code="invalid_value",
+            param="add_special_tokens",
+        )
     return body.prompt, images
 
 

@@ -49,6 +49,8 @@ class GenerateRequest(LMDeployFields, kw_only=True):
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """A label, as in `OpenAIFields`."""
     max_tokens: NewTokens | None = None
+    add_special_tokens: bool | None = None
+    """false: leave out the tokens that the tokenizer prepends (vLLM's)."""
     return_logprob: bool | None = None
 
 

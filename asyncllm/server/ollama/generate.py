@@ -24,7 +24,7 @@ from asyncllm.server.ollama.requests import (
     options_of,
 )
 from asyncllm.server.openai.answers import size_of
-from asyncllm.server.openai.completions import prompts_of
+from asyncllm.server.openai.inputs import prompts_of
 from asyncllm.server.request.arguments import request_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.fill_in import filled_in

@@ -8,23 +8,22 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncllm.config import ServerConfig
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
 from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, completion_logprobs, prompt_logprobs_of
+from asyncllm.server.openai.inputs import kept_tokens, prompts_of, truncated
 from asyncllm.server.openai.requests import CompletionRequest
 from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprob
 from asyncllm.server.request.arguments import completion_config, label_of, request_options
 from asyncllm.server.request.decode import read_request
-from asyncllm.server.request.fields import Prompt
 from asyncllm.server.request.fill_in import filled_in
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import stream
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Chunk, Response
 
-__all__ = ["completions", "prompts_of"]
+__all__ = ["completions"]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -40,12 +39,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 400, "echo and suffix cannot be combined. Send one of them.", code="invalid_value", param="suffix"
             )
         inputs, config = filled_in(prompts, body.suffix, config, service.engine.tokenizer)
-    kept = body.truncate_prompt_tokens
+    kept = kept_tokens(body, service.engine.session_len - (config.max_new_tokens or 1))
     if body.add_special_tokens is False or kept is not None:
         add_bos = body.add_special_tokens is not False
         inputs = await service.engine.encode(inputs, do_preprocess=False, add_bos=add_bos, bounded=kept is None)
     if kept is not None:
-        inputs = prompts = _truncated(inputs, body, service.engine.session_len - (config.max_new_tokens or 1))
+        inputs = prompts = [truncated(body, ids, kept) for ids in inputs]
     options = request_options(request, body)
     generations = []
     for index, prompt in enumerate(inputs):
@@ -75,42 +74,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
             generation.cancel()
     size = sum(pieces.size(index, answer) for index, each in enumerate(responses) for answer in each.choices or (each,))
     return await built_response(service.engine, lambda: _whole(identity, body, pieces, responses), size)
-
-
-def _truncated(prompts: Sequence[list[int]], body: CompletionRequest, room: int) -> list[str | list[int]]:
-    """Return the last tokens of each prompt, as many as requested. `room`: prompt tokens that leave room for the
-    answer. Raises ApiError."""
-    kept = room if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens or 0
-    if kept < 1:
-        raise ApiError(
-            400,
-            f"No token of the prompt would be kept: truncate_prompt_tokens is {body.truncate_prompt_tokens}, and the "
-            f"answer leaves room for {max(0, room)}. Keep at least one.",
-            code="invalid_value",
-            param="truncate_prompt_tokens",
-        )
-    return [ids[:kept] if body.truncation_side == "right" else ids[-kept:] for ids in prompts]
-
-
-def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
-    """Return the prompts of a request, each as text or token ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(each) for each in prompt}
-    if kinds == {int}:
-        return [[each for each in prompt if isinstance(each, int)]]
-    if len(kinds) > 1 or int in kinds:
-        raise ApiError(
-            400, f"{name} mixes texts and token ids. Send one kind in a request.", code="invalid_type", param=name
-        )
-    if not 1 <= len(prompt) <= config.max_prompts:
-        raise ApiError(
-            400,
-            f"{name} holds {len(prompt)} entries. Send 1 to {config.max_prompts} in a request.",
-            code="invalid_value",
-            param=name,
-        )
-    return [each for each in prompt if not isinstance(each, int)]
 
 
 class _Pieces:

@@ -6,13 +6,12 @@ import base64
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 
 from asyncllm import types
 from asyncllm.server.http.responses import json_response
-from asyncllm.server.openai.completions import prompts_of
+from asyncllm.server.openai.inputs import pooled_inputs
 from asyncllm.server.openai.requests import EmbeddingRequest
 from asyncllm.server.openai.responses import Embedding, EmbeddingResponse, EmbeddingUsage
 from asyncllm.server.request.arguments import request_options
@@ -27,9 +26,8 @@ async def embeddings(request: web.Request) -> web.Response:
     checkpoint's own files override this default, and the request's `pooling` overrides both."""
     service = service_of(request)
     body = await read_request(request, EmbeddingRequest)
-    inputs: Any = prompts_of(body.input, service.config, "input")
     found = await service.engine.embed(
-        inputs,
+        await pooled_inputs(request, body, body.input),
         pooling=body.pooling,
         dimensions=body.dimensions,
         adapter_name=service.adapter_of(body.model),

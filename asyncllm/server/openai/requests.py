@@ -30,6 +30,7 @@ __all__ = [
     "Document",
     "EmbeddingRequest",
     "OpenAIFields",
+    "PooledFields",
     "PoolingRequest",
     "RerankRequest",
     "ScoreRequest",
@@ -147,7 +148,18 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     """The end that is cut off, by default the left one."""
 
 
-class EmbeddingRequest(PolicyFields, kw_only=True):
+class PooledFields(PolicyFields, kw_only=True):
+    """The fields about the tokens of embeddings' and scores' inputs."""
+
+    add_special_tokens: bool | None = None
+    """false: leave out the tokens that the tokenizer adds (vLLM's)."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """Keep as many tokens of each input at most, with those that the tokenizer adds; -1: as many as fit (vLLM's)."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end that is cut off, by default the left one."""
+
+
+class EmbeddingRequest(PooledFields, kw_only=True):
     """The body of POST /v1/embeddings."""
 
     input: Prompt
@@ -156,11 +168,13 @@ class EmbeddingRequest(PolicyFields, kw_only=True):
     pooling: Literal["mean", "last"] | None = None
 
 
-class ScoreRequest(PolicyFields, kw_only=True):
+class ScoreRequest(PooledFields, kw_only=True):
     """The body of POST /v1/score."""
 
     text_1: str | list[str]
     text_2: str | list[str]
+    use_activation: bool | None = None
+    """false: the head's raw score (vLLM's)."""
 
 
 class Document(msgspec.Struct, kw_only=True):
@@ -169,7 +183,7 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(PolicyFields, kw_only=True):
+class RerankRequest(PooledFields, kw_only=True):
     """The body of POST /v1/rerank."""
 
     query: str
@@ -177,15 +191,19 @@ class RerankRequest(PolicyFields, kw_only=True):
     top_n: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     return_documents: bool | None = None
     """false: leave the texts out of the answer."""
+    use_activation: bool | None = None
+    """false: the head's raw scores (vLLM's)."""
 
 
-class ClassifyRequest(PolicyFields, kw_only=True):
+class ClassifyRequest(PooledFields, kw_only=True):
     """The body of POST /classify."""
 
     input: Prompt
+    use_activation: bool | None = None
+    """false: the head's raw scores in place of probabilities (vLLM's)."""
 
 
-class PoolingRequest(PolicyFields, kw_only=True):
+class PoolingRequest(PooledFields, kw_only=True):
     """The body of POST /pooling."""
 
     input: Prompt

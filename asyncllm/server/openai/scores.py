@@ -12,8 +12,15 @@ from aiohttp import web
 
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import json_response
-from asyncllm.server.openai.completions import prompts_of
-from asyncllm.server.openai.requests import ClassifyRequest, Document, PoolingRequest, RerankRequest, ScoreRequest
+from asyncllm.server.openai.inputs import kept_tokens, pooled_inputs, prompts_of, truncated
+from asyncllm.server.openai.requests import (
+    ClassifyRequest,
+    Document,
+    PooledFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from asyncllm.server.openai.responses import (
     ClassifyResponse,
     EmbeddingUsage,
@@ -27,7 +34,6 @@ from asyncllm.server.openai.responses import (
 )
 from asyncllm.server.request.arguments import request_options
 from asyncllm.server.request.decode import read_request
-from asyncllm.server.request.fields import PolicyFields
 from asyncllm.server.service import Service, service_of
 from asyncllm.types import SequenceScores
 
@@ -81,11 +87,10 @@ async def classify(request: web.Request) -> web.Response:
     """The probability of each label for each input. A model with one score has one label."""
     service = service_of(request)
     body = await read_request(request, ClassifyRequest)
-    inputs: Any = prompts_of(body.input, service.config, "input")
-    found = await _classified(request, body, service, inputs)
+    found = await _classified(request, body, service, await pooled_inputs(request, body, body.input))
     data = []
     for index, each in enumerate(found):
-        probs = _probabilities(each.values)
+        probs = each.values if body.use_activation is False else _probabilities(each.values)
         best = max(range(len(probs)), key=probs.__getitem__)
         data.append(LabelProbabilities(index=index, label=f"LABEL_{best}", probs=probs, num_classes=len(probs)))
     tokens = sum(each.input_token_len for each in found)
@@ -97,8 +102,7 @@ async def pooling(request: web.Request) -> web.Response:
     """The rewards of each input, as the model's head computes them."""
     service = service_of(request)
     body = await read_request(request, PoolingRequest)
-    inputs: Any = prompts_of(body.input, service.config, "input")
-    found = await _classified(request, body, service, inputs)
+    found = await _classified(request, body, service, await pooled_inputs(request, body, body.input))
     tokens = sum(each.input_token_len for each in found)
     answer = PoolingResponse(
         data=[Reward(index=index, data=each.values) for index, each in enumerate(found)],
@@ -114,7 +118,7 @@ def _texts(given: str | Sequence[str], service: Service, name: str) -> list[str]
 
 
 async def _classified(
-    request: web.Request, body: PolicyFields, service: Service, inputs: list[str] | list[list[int]]
+    request: web.Request, body: PooledFields, service: Service, inputs: list[str] | list[list[int]]
 ) -> list[SequenceScores]:
     found = await service.engine.classify(
         inputs, adapter_name=service.adapter_of(body.model), **request_options(request, body)
@@ -123,10 +127,10 @@ async def _classified(
 
 
 async def _scores_of_pairs(
-    request: web.Request, body: PolicyFields, service: Service, pairs: Sequence[tuple[str, str]]
+    request: web.Request, body: ScoreRequest | RerankRequest, service: Service, pairs: Sequence[tuple[str, str]]
 ) -> tuple[list[float], int]:
-    """Return the scores of pairs, from 0 to 1, and the number of tokens used. Raises ApiError if the model gives
-    several scores, none of which rates a pair."""
+    """Return the scores of pairs, from 0 to 1 unless raw ones are asked for, and the number of tokens used. Raises
+    ApiError if the model gives several scores, none of which rates a pair."""
     engine = service.engine
     if engine.limits.num_labels > 1:
         raise ApiError(
@@ -135,12 +139,20 @@ async def _scores_of_pairs(
             code="unsupported_feature",
         )
     options = request_options(request, body)
-    firsts: Any = await engine.encode([first for first, _ in pairs], do_preprocess=False, bounded=True, **options)
-    seconds: Any = await engine.encode(
-        [second for _, second in pairs], do_preprocess=False, add_bos=False, bounded=True, **options
-    )
-    found = await _classified(request, body, service, [a + b for a, b in zip(firsts, seconds, strict=True)])
-    return [_sigmoid(each.values[0]) for each in found], sum(each.input_token_len for each in found)
+    adds = body.add_special_tokens is not False
+    before = engine.tokenizer.model.prefix if adds else ()
+    kept = kept_tokens(body, engine.session_len, len(before))
+    firsts, seconds = [
+        await engine.encode(list(texts), do_preprocess=False, add_bos=add_bos, bounded=kept is None, **options)
+        for texts, add_bos in zip(zip(*pairs, strict=True), (adds, False), strict=True)
+    ]
+    both: Any = zip(firsts, seconds, strict=True)
+    inputs = [[*before, *truncated(body, first[len(before) :] + second, kept)] for first, second in both]
+    found = await _classified(request, body, service, inputs)
+    scores = [each.values[0] for each in found]
+    if body.use_activation is not False:
+        scores = [_sigmoid(score) for score in scores]
+    return scores, sum(each.input_token_len for each in found)
 
 
 def _probabilities(scores: Sequence[float]) -> list[float]:

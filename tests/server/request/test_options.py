@@ -256,3 +256,47 @@ async def test_a_completion_begins_with_what_the_tokenizer_puts_there_unless_it_
 
         assert await prompt_ids() == await prompt_ids(add_special_tokens=True) == [[256, 97], [256, 98]]
         assert await prompt_ids(add_special_tokens=False) == [[97], [98]]
+
+
+async def test_inputs_that_are_pooled_have_what_the_tokenizer_adds_unless_they_shall_not() -> None:
+    engine = AsyncEngine("fake", **{**fake_parts(), "tokenizer": ByteTokenizer(adds_bos=True)})
+    async with serving(engine) as served:
+
+        async def count(path: str, **body: Any) -> int:
+            status, answer = await served.post(path, body)
+            assert status == 200
+            counted: int = answer["usage"]["prompt_tokens"]
+            return counted
+
+        for path in ("/v1/embeddings", "/classify", "/pooling"):
+            assert await count(path, input="abcd") == 5
+            assert await count(path, input="abcd", add_special_tokens=False) == 4
+            assert await count(path, input="abcd", truncate_prompt_tokens=3) == 3
+            assert await count(path, input=["x" * 5000], truncate_prompt_tokens=-1) == engine.session_len
+            assert await count(path, input=[[97, 98, 99]], truncate_prompt_tokens=2) == 2
+        pair = {"text_1": "ab", "text_2": "cd"}
+        assert await count("/score", **pair) == 5
+        assert await count("/score", **pair, add_special_tokens=False) == 4
+        assert await count("/score", **pair, truncate_prompt_tokens=2) == 2
+        _, cut = await served.post("/v1/embeddings", {"input": "abcd", "truncate_prompt_tokens": 3})
+        _, right = await served.post(
+            "/v1/embeddings", {"input": "abcd", "truncate_prompt_tokens": 3, "truncation_side": "right"}
+        )
+        _, ids = await served.post("/v1/embeddings", {"input": [[256, 99, 100], [256, 97, 98]]})
+        status, answer = await served.post("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 1})
+        _, plain = await served.post("/generate", {"prompt": "ab", "add_special_tokens": False})
+    assert [cut["data"][0]["embedding"], right["data"][0]["embedding"]] == [each["embedding"] for each in ids["data"]]
+    assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
+    assert plain["meta_info"]["prompt_tokens"] == 2
+
+
+async def test_scores_may_be_those_of_the_head_itself() -> None:
+    async with serving(FakeEngine()) as served:
+        raw = {"use_activation": False}
+        _, score = await served.post("/score", {"text_1": "a", "text_2": "b", **raw})
+        _, ranked = await served.post("/rerank", {"query": "a", "documents": ["b"], **raw})
+        _, classified = await served.post("/classify", {"input": "ab", **raw})
+        found = await served.engine.classify("ab")
+    assert not isinstance(found, list)
+    assert score["data"][0]["score"] == ranked["results"][0]["relevance_score"] == found.values[0]
+    assert classified["data"][0]["probs"] == found.values
