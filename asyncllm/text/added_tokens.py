@@ -76,12 +76,12 @@ class TokenFinder:
                 number += 1
             bound = literal[number][0] if number < len(literal) else len(text)
             for end in range(match.end(), start, -1):
-                place = self._token_at(text, start, end, last)
-                if place is not None and (place.id not in self._special or end <= bound):
-                    if place.id in self._stripping:
-                        place = place._replace(end=_WHITE_SPACE.match(text, place.end).end())  # type: ignore[union-attr]
-                    yield place
-                    start = last = place.end
+                found = self._token_at(text, start, end, last)
+                if found is not None and (found.id not in self._special or end <= bound):
+                    if found.id in self._stripping:
+                        found = found._replace(end=_WHITE_SPACE.match(text, found.end).end())  # type: ignore[union-attr]
+                    yield found
+                    start = last = found.end
                     break
             else:
                 start += 1

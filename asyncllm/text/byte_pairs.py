@@ -80,7 +80,7 @@ def _added(token: AddedToken) -> HubAddedToken:
 
 
 def _splits(token: bytes, ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    for place in range(1, len(token)):
-        left, right = token[:place], token[place:]
+    for split in range(1, len(token)):
+        left, right = token[:split], token[split:]
         if left in ranks and right in ranks:
             yield left, right

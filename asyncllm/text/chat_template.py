@@ -413,11 +413,11 @@ class _JinjaRenderer:
         mark = str(secrets.randbits(128))
         marked = [*messages, {**last, "content": f"{content}{mark} "}]
         text = self._write(marked, False, variables)
-        place = text.rfind(mark)
+        at = text.rfind(mark)
         # The space after the mark is gone if the template trims contents.
-        trimmed = not text.startswith(" ", place + len(mark))
-        text = text[: max(place, 0)]
-        if place < 0 or not text.endswith(content.lstrip()):
+        trimmed = not text.startswith(" ", at + len(mark))
+        text = text[: max(at, 0)]
+        if at < 0 or not text.endswith(content.lstrip()):
             raise InvalidMessage(
                 "The last message is the assistant's, to be continued, but the model's chat template does not write "
                 "it down as it is. End with a user message instead."

@@ -56,22 +56,22 @@ class LiteralPipeline:
         self._break = _unguessable()
         self._break_id = self._add(HubAddedToken(self._break, special=False, normalized=False))
 
-    def encode(self, text: str, places: Sequence[FoundToken], literal: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the token ids of a text. `places`: its special tokens, in order. `literal`: (start, end) pairs, in
+    def encode(self, text: str, tokens: Sequence[FoundToken], literal: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the token ids of a text. `tokens`: its special tokens, in order. `literal`: (start, end) pairs, in
         order, in which nothing is a special token."""
-        ids, of_text = self._encode(text, places, (), self._stand_ins)
+        ids, of_text = self._encode(text, tokens, (), self._stand_ins)
         if not of_text.isdisjoint(self._spelled.get(text[start:end]) for start, end in literal):
             # Unigram knows special tokens as pieces of text, so these are broken after their first characters.
             breaks = [start + 1 for start, end in literal if end > start + 1]
-            ids, _ = self._encode(text, places, breaks, self._stand_ins)
+            ids, _ = self._encode(text, tokens, breaks, self._stand_ins)
         return ids
 
     def _encode(
-        self, text: str, places: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
+        self, text: str, tokens: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> tuple[list[int], set[int]]:
         """Return token ids, and which of them came from plain text."""
-        marked = "".join(self._marked(text, places, breaks, stand_ins))
-        waiting = iter(places)
+        marked = "".join(self._marked(text, tokens, breaks, stand_ins))
+        waiting = iter(tokens)
         ids: list[int] = []
         of_text: set[int] = set()
         for id_ in self._pipeline.encode_batch_fast([marked], add_special_tokens=False)[0].ids:
@@ -82,14 +82,14 @@ class LiteralPipeline:
                 of_text.add(ids[-1])
         if next(waiting, None) is not None:
             # Normalizing the text before a stand-in can hide it, where the token itself would be found.
-            return self._encode(text, places, breaks, self._plain_stand_ins)
+            return self._encode(text, tokens, breaks, self._plain_stand_ins)
         return ids, of_text
 
     def _marked(
-        self, text: str, places: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
+        self, text: str, tokens: Sequence[FoundToken], breaks: Sequence[int], stand_ins: Mapping[int, str]
     ) -> Iterator[str]:
         """Yield the text with stand-ins and breaks."""
-        marks = sorted([*places, *(FoundToken(place, place, -1) for place in breaks)])
+        marks = sorted([*tokens, *(FoundToken(at, at, -1) for at in breaks)])
         last = 0
         begins = True
         """Whether the pipeline prepends here."""

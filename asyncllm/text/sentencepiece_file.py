@@ -49,39 +49,39 @@ def with_unused_pieces(model: bytes, ids: Collection[int]) -> bytes:
 
 def _pieces(model: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the offsets of each piece: start of its field, start and end of its content."""
-    place = 0
-    while place < len(model):
-        field = place
-        tag, start = _varint(model, place)
-        place = _skip(model, tag, start)
+    at = 0
+    while at < len(model):
+        field = at
+        tag, start = _varint(model, at)
+        at = _skip(model, tag, start)
         if tag == PIECES:
-            yield field, _varint(model, start)[1], place
+            yield field, _varint(model, start)[1], at
 
 
-def _skip(model: bytes, tag: int, place: int) -> int:
-    """Return the end of the field whose value begins at `place`."""
+def _skip(model: bytes, tag: int, at: int) -> int:
+    """Return the end of the field whose value begins at `at`."""
     match tag & 7:
         case 0:
-            return _varint(model, place)[1]
+            return _varint(model, at)[1]
         case 1:
-            return place + 8
+            return at + 8
         case 2:
-            size, place = _varint(model, place)
-            return place + size
+            size, at = _varint(model, at)
+            return at + size
         case 5:
-            return place + 4
+            return at + 4
     raise ValueError("no field of this kind")
 
 
-def _varint(model: bytes, place: int) -> tuple[int, int]:
-    """Return the number at `place`, and the position after it."""
+def _varint(model: bytes, at: int) -> tuple[int, int]:
+    """Return the number at `at`, and the position after it."""
     value = shift = 0
     while True:
-        byte = model[place]
-        place += 1
+        byte = model[at]
+        at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, at
         shift += 7
 
 

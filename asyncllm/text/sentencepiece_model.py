@@ -85,7 +85,7 @@ class SentencePieceModel:
     def token_id(self, token: str) -> int | None:
         if token in self._ids:
             return self._ids[token]
-        id_ = self._place(token)
+        id_ = self._piece_id(token)
         # A renamed piece is known by its new name only.
         return None if id_ in self._added else id_
 
@@ -124,12 +124,12 @@ class SentencePieceModel:
     ) -> Iterator[tuple[str, int | None]]:
         """Yield pairs of plain text and the added token that follows it; the last pair has no token."""
         start = 0
-        for place in tokens.find(text, literal):
-            part = text[start : place.start]
-            start = place.end
-            if self._added[place.id].lstrip:
+        for found in tokens.find(text, literal):
+            part = text[start : found.start]
+            start = found.end
+            if self._added[found.id].lstrip:
                 part = part.rstrip()
-            yield part, place.id
+            yield part, found.id
         yield text[start:], None
 
     def _never_encoded(self, id_: int) -> bool:
@@ -140,7 +140,8 @@ class SentencePieceModel:
         )
 
     def _number(self, settings: TokenSettings, model: bytes) -> dict[int, AddedToken]:
-        """Return added tokens by id. A token without an id has its place in the model, or else follows the last id.
+        """Return added tokens by id. A token without an id has the id of its piece in the model, or else follows the
+        last id.
 
         A piece that the model reserves, as unused or user-defined, may have another name in the settings.
         """
@@ -161,16 +162,16 @@ class SentencePieceModel:
                 )
         last = max(self._model_size - 1, max(numbered, default=-1))
         for token in settings.unnumbered:
-            place = self._place(token.content)
-            if place is None:
-                place = last = last + 1
-            numbered.setdefault(place, token)
+            piece_id = self._piece_id(token.content)
+            if piece_id is None:
+                piece_id = last = last + 1
+            numbered.setdefault(piece_id, token)
         for id_ in range(self._model_size):
             if self._model.is_control(id_):
                 numbered.setdefault(id_, AddedToken(self._pieces[id_]))
         return numbered
 
-    def _place(self, piece: str) -> int | None:
+    def _piece_id(self, piece: str) -> int | None:
         """Return the id of a piece of the model, or None."""
         id_: int = self._model.piece_to_id(piece)
         # Unknown pieces get the id of the unknown piece, which a damaged file may lack.

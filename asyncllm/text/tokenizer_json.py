@@ -74,7 +74,7 @@ class TokenizerJson:
         with _named_errors():
             if not parse_special:
                 return [
-                    self._literal.encode(text, (), [place[:2] for place in self._special(text, ())]) for text in texts
+                    self._literal.encode(text, (), [token[:2] for token in self._special(text, ())]) for text in texts
                 ]
             if self._missed is not None and any(self._missed.search(text) for text in texts):
                 return [self.encode_literal(text, ()) for text in texts]
@@ -85,13 +85,13 @@ class TokenizerJson:
         """Return token ids without the prefix. Text that overlaps a (start, end) pair of `literal` is not a special
         token."""
         with _named_errors():
-            places = self._special(text, literal)
-            if any(place.id in self._normalized_ids for place in places):
-                places = self._confirmed(text, places, literal)
-            return self._literal.encode(text, places, literal)
+            tokens = self._special(text, literal)
+            if any(token.id in self._normalized_ids for token in tokens):
+                tokens = self._confirmed(text, tokens, literal)
+            return self._literal.encode(text, tokens, literal)
 
     def _special(self, text: str, literal: Sequence[tuple[int, int]]) -> list[FoundToken]:
-        return [place for place in self._finder.find(text, literal) if place.id in self.special_ids]
+        return [token for token in self._finder.find(text, literal) if token.id in self.special_ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -127,8 +127,8 @@ class TokenizerJson:
         self._finder = TokenFinder(found, self.special_ids, led)
         self._literal = LiteralPipeline(self._tokenizer, special, {**named, **led}, frozenset(led.values()))
 
-    def _confirmed(self, text: str, places: list[FoundToken], literal: Sequence[tuple[int, int]]) -> list[FoundToken]:
-        """Return those of `places` whose token the pipeline finds too, if it is a normalized one: it may begin with the
+    def _confirmed(self, text: str, tokens: list[FoundToken], literal: Sequence[tuple[int, int]]) -> list[FoundToken]:
+        """Return those of `tokens` whose token the pipeline finds too, if it is a normalized one: it may begin with the
         space that the pipeline prepends to a text."""
         parts, last = [], 0
         for start, end in literal:
@@ -138,12 +138,12 @@ class TokenizerJson:
         text = "".join([*parts, text[last:]])
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         covered = {
-            place
+            position
             for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)
             if id_ in self._normalized_ids
-            for place in range(*offsets)
+            for position in range(*offsets)
         }
-        return [place for place in places if place.id not in self._normalized_ids or place.start in covered]
+        return [token for token in tokens if token.id not in self._normalized_ids or token.start in covered]
 
     def _frame(self, settings: TokenSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the post-processor puts before and after a text. tokenizer_config.json decides about the

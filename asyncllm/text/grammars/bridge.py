@@ -71,16 +71,16 @@ class _Vocabulary:
             ids = []
         if b"".join(self.tokens[id_] for id_ in ids if id_ < len(self.tokens)) == data:
             return ids
-        ids, place = [], 0
-        while place < len(data):
-            for size in range(min(self._longest, len(data) - place), 0, -1):
-                found = self._by_bytes.get(data[place : place + size])
+        ids, at = [], 0
+        while at < len(data):
+            for size in range(min(self._longest, len(data) - at), 0, -1):
+                found = self._by_bytes.get(data[at : at + size])
                 if found is not None:
                     ids.append(found)
-                    place += size
+                    at += size
                     break
             else:
-                place += 1
+                at += 1
         return ids
 
 

@@ -30,7 +30,7 @@ class Codes:
     """The codes of the special tokens in a format's markers."""
 
     def __init__(self, spellings: Iterable[str] = ()) -> None:
-        self._codes = {spelling: chr(FIRST_CODE + place) for place, spelling in enumerate(dict.fromkeys(spellings))}
+        self._codes = {spelling: chr(FIRST_CODE + index) for index, spelling in enumerate(dict.fromkeys(spellings))}
         self._texts = {ord(code): spelling for spelling, code in self._codes.items()}
 
     def __iter__(self) -> Generator[tuple[str, str], None, None]:
@@ -59,9 +59,9 @@ class Markers:
 
     def open_end(self, text: str, start: int) -> int:
         """Return the start of the longest suffix of the text that may begin a marker."""
-        for place in range(max(start, len(text) - self._longest), len(text)):
-            if text[place:] in self._beginnings:
-                return place
+        for at in range(max(start, len(text) - self._longest), len(text)):
+            if text[at:] in self._beginnings:
+                return at
         return len(text)
 
 
@@ -123,11 +123,11 @@ class Source:
     def space(self) -> Reading:
         """Read white space."""
         while True:
-            place = self._at
-            while place < len(self._text) and self._text[place].isspace():
-                place += 1
-            self._take(place)
-            if place < len(self._text) or self._ended:
+            at = self._at
+            while at < len(self._text) and self._text[at].isspace():
+                at += 1
+            self._take(at)
+            if at < len(self._text) or self._ended:
                 return
             yield
 
@@ -148,11 +148,11 @@ class Source:
         """Read characters as long as `pattern` matches them."""
         parts = []
         while True:
-            place = self._at
-            while place < len(self._text) and pattern.match(self._text[place]):
-                place += 1
-            parts.append(self._take(place))
-            if place < len(self._text) or self._ended:
+            at = self._at
+            while at < len(self._text) and pattern.match(self._text[at]):
+                at += 1
+            parts.append(self._take(at))
+            if at < len(self._text) or self._ended:
                 return "".join(parts)
             yield
 
