@@ -62,7 +62,7 @@ class OpenedModel(NamedTuple):
         support the cache that `quant_policy` asks for, and InvalidParameter if `session_len` exceeds the model's
         positions or the device does not support this block size.
         """
-        asked: ModelOptions = {
+        options: ModelOptions = {
             "session_len": config.session_len,
             "rope_scaling_factor": config.rope_scaling_factor,
             "hf_overrides": config.hf_overrides,
@@ -76,7 +76,7 @@ class OpenedModel(NamedTuple):
             torch.empty(1, device=device)
         times.lap("device")
         load_plugins(config.plugin or ())
-        model_config = read_config(path, **asked) if model is None else model.config
+        model_config = read_config(path, **options) if model is None else model.config
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)
 
@@ -86,7 +86,7 @@ class OpenedModel(NamedTuple):
         if model is None:
             by_expert = config.ep > 1
             model = open_model(
-                path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **asked
+                path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **options
             )
         set_threads(config, model, device)
         if group is not None:

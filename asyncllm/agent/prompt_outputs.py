@@ -106,13 +106,13 @@ class PooledHidden:
         batch: Batch,
         rows: StepRows,
         hidden: Tensor,
-        wanted: Tensor,
+        row_hidden: Tensor,
         score: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`hidden` [T, H]: hidden states of all tokens, after the final norm if a row `reads_all`. `wanted` [R + L, H]:
-        those of `rows.indices`, always after the final norm. `score`: the head for rows with pooling 'score', [n, H] ->
-        [n, labels]."""
-        pooled = list(_pooled(batch, rows, hidden, wanted))
+        """`hidden` [T, H]: hidden states of all tokens, after the final norm if a row `reads_all`. `row_hidden` [R + L,
+        H]: those of `rows.indices`, always after the final norm. `score`: the head for rows with pooling 'score', [n,
+        H] -> [n, labels]."""
+        pooled = list(_pooled(batch, rows, hidden, row_hidden))
         scored = [(slot, states) for row, slot, states in pooled if row.pooling == "score"]
         summed = [(slot, states) for row, slot, states in pooled if row.pooling != "score"]
         self._found: list[tuple[list[int], Tensor]] = []
@@ -122,7 +122,7 @@ class PooledHidden:
             scores = score(torch.cat([states for _, states in scored]))
             self._found.append(([slot for slot, _ in scored], fetch(scores)))
         if summed:
-            sums = torch.empty(len(summed), wanted.shape[1], dtype=torch.float32, device=hidden.device)
+            sums = torch.empty(len(summed), row_hidden.shape[1], dtype=torch.float32, device=hidden.device)
             for (_, states), out in zip(summed, sums, strict=True):
                 torch.sum(states, 0, dtype=torch.float32, out=out)
             self._found.append(([slot for slot, _ in summed], fetch(sums)))
@@ -139,12 +139,14 @@ class PooledHidden:
                     output.errors.setdefault(slot, NOT_FINITE)
 
 
-def _pooled(batch: Batch, rows: StepRows, hidden: Tensor, wanted: Tensor) -> Iterator[tuple[PrefillRow, int, Tensor]]:
+def _pooled(
+    batch: Batch, rows: StepRows, hidden: Tensor, row_hidden: Tensor
+) -> Iterator[tuple[PrefillRow, int, Tensor]]:
     """Yield each pooled row, its slot and its hidden states [n, H]."""
     place = len(rows.slots)
     for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
         if row.pooling == "mean":
             yield row, row.slot, hidden[first : first + len(row.tokens)]
         elif row.pooling is not None:
-            yield row, row.slot, wanted[place : place + 1]
+            yield row, row.slot, row_hidden[place : place + 1]
             place += 1

@@ -18,7 +18,7 @@ from asyncllm.engine.loop.engine_loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
 from asyncllm.engine.requests.generation import Generation, Session
-from asyncllm.engine.requests.input_processor import Call, Wanted
+from asyncllm.engine.requests.input_processor import Call, Purpose
 from asyncllm.engine.requests.pooling import EmbeddingForm, ScoreForm, pool
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.stats import EngineStats
@@ -384,9 +384,11 @@ class AsyncEngine:
         """
         self.check_running()
         encoder = self._lifecycle.inputs.encoder_for(adapter_name)
-        asked = encoder.options(options, renders=do_preprocess)
+        request_options = encoder.options(options, renders=do_preprocess)
         items = [prompt for prompt, _ in pair_with_configs(prompts, None)]
-        encoded = await encoder.encode_all(items, asked, do_preprocess=do_preprocess, add_bos=add_bos, bounded=bounded)
+        encoded = await encoder.encode_all(
+            items, request_options, do_preprocess=do_preprocess, add_bos=add_bos, bounded=bounded
+        )
         return encoded[0] if is_single(prompts) else encoded
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -426,11 +428,11 @@ class AsyncEngine:
         return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
 
     async def _scored(
-        self, wanted: Wanted, input_ids: Sequence[int], adapter_name: str | None, options: RequestKeywords
+        self, purpose: Purpose, input_ids: Sequence[int], adapter_name: str | None, options: RequestKeywords
     ) -> Chunk:
         """Return the only chunk of a call that generates no tokens. Raises InvalidRequest, EngineError."""
         call = Call(
-            wanted=wanted,
+            purpose=purpose,
             input_ids=input_ids,
             do_preprocess=False,
             streaming=False,

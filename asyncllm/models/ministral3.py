@@ -58,8 +58,8 @@ class Ministral3(DecoderLM):
 
 
 def growing_queries(hf: HFConfig, usual: Mapping[str, Any]) -> tuple[HFConfig, QueryScaling | None]:
-    """Return the file with plain rotary entries, and how queries grow, which is said among them; `usual` of them stand
-    in for those of a file that has none."""
+    """Return the file with plain rotary entries, and the scaling of queries that they contain. `usual`: entries for a
+    file that has none."""
     if all(hf.fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         hf = hf.changed({"rope_parameters": {**_USUAL, **usual}})
     key = next((key for key in ("rope_parameters", "rope_scaling") if hf.fields.get(key) is not None), None)

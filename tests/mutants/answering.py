@@ -106,7 +106,7 @@ PREPARE = (
             "known = 0",
             "the history counts as tokens of the new prompt",
         ),
-        ("        if asked.config.n != 1:", "        if False:", "a turn of several answers loses all but one"),
+        ("        if valid.config.n != 1:", "        if False:", "a turn of several answers loses all but one"),
         (
             "closes = call.conversation is None and call.sequence_end",
             "closes = call.sequence_end",
@@ -124,11 +124,11 @@ PREPARE = (
             "token ids as a turn forget the conversation",
         ),
         (
-            "owner=(asked.policy.user, asked.policy.cache_salt),",
+            "owner=(valid.policy.user, valid.policy.cache_salt),",
             "owner=0,",
             "who brings many long texts keeps all others waiting",
         ),
-        ('whole=call.wanted == "embedding",', "whole=False,", "texts are embedded without the end of a text"),
+        ('whole=call.purpose == "embedding",', "whole=False,", "texts are embedded without the end of a text"),
         ("        if highest >= encoder.vocab_size:", "        if False:", "a tokenizer's surplus ids reach the model"),
         (
             "room = encoder.room(len(prompt_ids), 1 if answered else 0)",

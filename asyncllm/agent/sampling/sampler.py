@@ -159,11 +159,11 @@ class Sampler:
     def logprobs(self, logits: Tensor, slots: NDArray[np.int64], tokens: Tensor) -> PendingLogprobs | None:
         """Return the log-probabilities of the drawn `tokens` [R] under the model's own `logits` [R, V]; None if no slot
         wants any."""
-        asked = np.where(slots >= 0, self._params.num_logprobs[slots], -1)
-        rows = np.flatnonzero(asked >= 0)
+        num_logprobs = np.where(slots >= 0, self._params.num_logprobs[slots], -1)
+        rows = np.flatnonzero(num_logprobs >= 0)
         if not len(rows):
             return None
-        num_top = asked[rows].tolist()
+        num_top = num_logprobs[rows].tolist()
         drawn = tokens[upload(rows, self._device)]
         if self.ranks is None:
             chosen = logits[upload(rows, self._device)].to(torch.float32)

@@ -34,9 +34,9 @@ from asyncllm.text.messages import as_messages
 from asyncllm.text.prompts import check_one_prompt
 from asyncllm.types import Pooled
 
-__all__ = ["Call", "InputProcessor", "Wanted"]
+__all__ = ["Call", "InputProcessor", "Purpose"]
 
-Wanted = Literal["answer", "scores", "logits", "embedding"]
+Purpose = Literal["answer", "scores", "logits", "embedding"]
 """What a prompt is computed for: an answer, log-probabilities of its own tokens, the logits after each token, or its
 pooled hidden states."""
 
@@ -47,7 +47,7 @@ GREEDY_BELOW = 1e-3
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One unchecked call of `generate`, `chat`, `get_ppl`, `get_logits`, `embed` or `classify`."""
 
-    wanted: Wanted = "answer"
+    purpose: Purpose = "answer"
     prompt: Any = None
     """A text or messages; None if `input_ids` are given."""
     input_ids: Sequence[int] | None = None
@@ -84,7 +84,7 @@ EMPTY_HISTORY = History([], [])
 """The history of a prompt that is not a turn of a session."""
 
 
-class _Asked(NamedTuple):
+class _CheckedCall(NamedTuple):
     """The checked parts of a call that do not depend on its prompt."""
 
     config: GenerationConfig
@@ -124,23 +124,23 @@ class InputProcessor:
         A turn occupies its session. Raises InvalidRequest, SessionError, EngineError, and then leaves the conversation
         unchanged.
         """
-        asked = self._check(call)
+        valid = self._check(call)
         conversation = None
         past = EMPTY_HISTORY
         if call.is_turn:
-            conversation = self._conversation(call, asked)
+            conversation = self._conversation(call, valid)
             await conversation.begin_turn(delivery)
             past = conversation.cut(call.step) if call.step else conversation.past
-        prompt_ids, images = await self._prompt_ids(call, asked, past)
-        encoder = asked.encoder
-        words = await self._words.of(asked.config, encoder.template)
+        prompt_ids, images = await self._prompt_ids(call, valid, past)
+        encoder = valid.encoder
+        words = await self._words.of(valid.config, encoder.template)
         written = _marked(call.prompt) if call.renders else None
-        grammar = await self.grammars.of(asked.config, written, asked.options, prompt_ids, encoder)
+        grammar = await self.grammars.of(valid.config, written, valid.options, prompt_ids, encoder)
         label = call.session_id if conversation is None else conversation.id
         known = min(len(past.token_ids), len(prompt_ids))
         request = self._build(
             call,
-            asked,
+            valid,
             prompt_ids,
             delivery,
             written,
@@ -155,18 +155,18 @@ class InputProcessor:
             conversation.run_turn(request, past, self._turn_input(call, past, prompt_ids, encoder), closes=closes)
         return request
 
-    def _check(self, call: Call) -> _Asked:
+    def _check(self, call: Call) -> _CheckedCall:
         """Check the parts of a call that do not depend on its prompt. Raises InvalidRequest."""
         adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
         encoder = self.encoder_for(call.adapter_name)
         options = encoder.options(call.options, renders=call.renders)
         policy = self._policy(options)
-        if call.wanted == "answer":
+        if call.purpose == "answer":
             check_one_prompt(call.prompt, call.input_ids)
         config = checked(GenerationConfig, call.config, "gen_config")
         if call.step and not call.is_turn:
             raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
-        return _Asked(config, options, policy, adapter, encoder)
+        return _CheckedCall(config, options, policy, adapter, encoder)
 
     def encoder_for(self, adapter_name: str | None) -> PromptEncoder:
         """Return the prompt encoder for an adapter, or for the model itself. Raises InvalidParameter."""
@@ -187,36 +187,38 @@ class InputProcessor:
         deadline = None if options.timeout is None else asyncio.get_running_loop().time() + options.timeout
         return RequestPolicy(options.priority, user, deadline, options.cache_salt)
 
-    def _conversation(self, call: Call, asked: _Asked) -> Conversation:
+    def _conversation(self, call: Call, valid: _CheckedCall) -> Conversation:
         """Return the conversation that the call is a turn of. Raises InvalidRequest, SessionNotFound."""
         conversation = call.conversation or self._sessions.find_or_start(
             call.session_id, sequence_start=call.sequence_start, step=call.step
         )
         for name in ("add_generation_prompt", "continue_final_message"):
-            if getattr(asked.options, name) is not None:
+            if getattr(valid.options, name) is not None:
                 raise UnsupportedFeature(
                     f"{name} is not for sessions, where each turn's answer is a message of its own. Leave it out.", name
                 )
-        if asked.config.n != 1:
+        if valid.config.n != 1:
             raise InvalidParameter(
-                f"n={asked.config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the "
+                f"n={valid.config.n} in a session: a conversation goes on from one answer. Use n=1, or fork() the "
                 f"session.",
                 "n",
             )
         return conversation
 
-    async def _prompt_ids(self, call: Call, asked: _Asked, past: History) -> tuple[list[int], Sequence[PromptImage]]:
+    async def _prompt_ids(
+        self, call: Call, valid: _CheckedCall, past: History
+    ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of history and prompt, and the images in them. Raises InvalidRequest, EngineError."""
-        if call.prompt is None and (call.input_ids is not None or call.wanted != "answer"):
-            name = "prompts" if call.wanted == "embedding" else "input_ids"
+        if call.prompt is None and (call.input_ids is not None or call.purpose != "answer"):
+            name = "prompts" if call.purpose == "embedding" else "input_ids"
             return past.token_ids + await self._encoder.given_ids(call.input_ids, name), past.images
-        return await asked.encoder.turn_ids(
+        return await valid.encoder.turn_ids(
             past,
             call.prompt,
             do_preprocess=call.do_preprocess,
-            options=asked.options,
-            owner=(asked.policy.user, asked.policy.cache_salt),
-            whole=call.wanted == "embedding",
+            options=valid.options,
+            owner=(valid.policy.user, valid.policy.cache_salt),
+            whole=call.purpose == "embedding",
         )
 
     def _turn_input(self, call: Call, past: History, prompt_ids: list[int], encoder: PromptEncoder) -> TurnInput:
@@ -231,7 +233,7 @@ class InputProcessor:
     def _build(
         self,
         call: Call,
-        asked: _Asked,
+        valid: _CheckedCall,
         prompt_ids: list[int],
         delivery: Delivery,
         written: Any,
@@ -247,8 +249,8 @@ class InputProcessor:
         `written`: the output of the chat template, with marks in place of images; None if there was none.
         """
         self._check_prompt(call, prompt_ids)
-        encoder, config = self._encoder, asked.config
-        answered = call.wanted == "answer"
+        encoder, config = self._encoder, valid.config
+        answered = call.purpose == "answer"
         room = encoder.room(len(prompt_ids), 1 if answered else 0)
         self._next_id += 1
         return Request(
@@ -260,25 +262,25 @@ class InputProcessor:
             max_new_tokens=min(config.max_new_tokens or room, room) if answered else 0,
             delivery=delivery,
             answers=make_answers(
-                asked.encoder.tokenizer,
+                valid.encoder.tokenizer,
                 config,
                 words.stop_words,
                 words.stop_ids,
-                asked.encoder.splitter.splitting(written, asked.options, prompt_ids),
+                valid.encoder.splitter.splitting(written, valid.options, prompt_ids),
             ),
             session_id=session_id,
             history_len=history_len,
-            prompt_logprobs=0 if call.wanted == "scores" else config.prompt_logprobs,
-            output_logits=call.wanted == "logits",
-            policy=asked.policy,
-            adapter=self._image_adapter() if images and asked.adapter is None else asked.adapter,
+            prompt_logprobs=0 if call.purpose == "scores" else config.prompt_logprobs,
+            output_logits=call.purpose == "logits",
+            policy=valid.policy,
+            adapter=self._image_adapter() if images and valid.adapter is None else valid.adapter,
             pooling=call.pooling,
             images=images,
         )
 
     def _check_prompt(self, call: Call, prompt_ids: list[int]) -> None:
         """Raise UnsupportedFeature or InvalidMessage for a prompt that the model cannot compute."""
-        if call.wanted != "embedding" and not self._has_head:
+        if call.purpose != "embedding" and not self._has_head:
             raise UnsupportedFeature(
                 "The model has no output embedding, so there are no logits and no answers: it is a checkpoint for "
                 "embeddings. Call embed, or load a checkpoint with a head (a class ending in ForCausalLM)."

@@ -127,7 +127,7 @@ async def pool(
 
 def _call(item: Any, **same: Any) -> Call:
     given: Any = {"prompt": item} if isinstance(item, str) else {"input_ids": item}
-    return Call(wanted="embedding", do_preprocess=False, streaming=False, **given, **same)
+    return Call(purpose="embedding", do_preprocess=False, streaming=False, **given, **same)
 
 
 def _is_single(prompts: EmbeddingInput) -> bool:

@@ -102,8 +102,8 @@ class PromptEncoder:
         Raises InvalidRequest."""
         if not keywords:
             return DEFAULT_OPTIONS
-        asked = RequestOptions.from_dict(dict(keywords)).checked()
-        field = asked.template_field()
+        options = RequestOptions.from_dict(dict(keywords)).checked()
+        field = options.template_field()
         if field is not None and not renders:
             raise InvalidParameter(
                 f"{field} is about the chat template, which has no part in this prompt. Leave it out, or pass messages "
@@ -116,9 +116,9 @@ class PromptEncoder:
                 f"it out.",
                 field,
             )
-        if asked.tools:
-            self.splitter.check_tools(asked)
-        return asked
+        if options.tools:
+            self.splitter.check_tools(options)
+        return options
 
     def render(
         self,

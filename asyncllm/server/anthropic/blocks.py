@@ -30,7 +30,7 @@ def messages_of(system: str | list[dict[str, Any]] | None, messages: Sequence[di
             case "assistant":
                 result.append(_answer(blocks, where))
             case "user" | "system":
-                result += _said(role, blocks, where)
+                result += _messages_of_blocks(role, blocks, where)
             case _:
                 raise _refused(f"{where} has the role {str(role)[:64]!r}. It is user, assistant or system.")
     return result
@@ -43,7 +43,7 @@ def _is_billing(block: Any) -> bool:
     return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
 
 
-def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
+def _messages_of_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
     """Return the tool results, each a message of its own, followed by text and images."""
     messages: list[Message] = []
     parts: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, json_response
 from asyncllm.server.ollama.answers import AnswerWriter, OllamaLines, loaded
-from asyncllm.server.ollama.messages import messages_of, said
+from asyncllm.server.ollama.messages import chat_message, messages_of
 from asyncllm.server.ollama.requests import (
     AnswerFields,
     EmbeddingsRequest,
@@ -90,8 +90,8 @@ async def ollama_generate(request: web.Request) -> web.StreamResponse:
             )
     if body.suffix:
         (prompt,), config = filled_in([prompt], body.suffix, config, service.engine.tokenizer)
-    system = [said("system", body.system)] if body.system else []
-    messages: Any = [*system, said("user", prompt, body.images or ())]
+    system = [chat_message("system", body.system)] if body.system else []
+    messages: Any = [*system, chat_message("user", prompt, body.images or ())]
     generation = service.engine.generate(
         prompt if plain else await with_images(request, messages),
         config,

@@ -10,7 +10,7 @@ from asyncllm.server.http.responses import encode
 from asyncllm.text.image_marks import is_data_url
 from asyncllm.types import Message
 
-__all__ = ["messages_of", "said"]
+__all__ = ["chat_message", "messages_of"]
 
 KEYS = frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"})
 
@@ -21,7 +21,7 @@ def messages_of(messages: Sequence[dict[str, Any]]) -> list[Message]:
     return [_message(message, f"messages[{index}]", calls) for index, message in enumerate(messages)]
 
 
-def said(role: str, text: str, images: Sequence[str] = ()) -> Message:
+def chat_message(role: str, text: str, images: Sequence[str] = ()) -> Message:
     """Return a message with images, each in base64, before its text."""
     if not images:
         return {"role": role, "content": text}
@@ -66,7 +66,7 @@ def _message(message: dict[str, Any], where: str, calls: _Calls) -> Message:
         raise _refused(f"{where} has no role, or its content is not a text. Send both as texts.")
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise _refused(f"{where}.images is a list of texts in base64. Correct it.")
-    result = said(role, content, images)
+    result = chat_message(role, content, images)
     if role == "tool":
         call_id, name = calls.answered(message.get("tool_call_id"), message.get("tool_name"))
         return {**result, "tool_call_id": call_id, "name": name}
