@@ -55,6 +55,7 @@ class ErnieMoE(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("use_bias", False)
+        hf.expect("moe_norm_min", 1e-12)
         fields = hf.decoder(architecture, max_position=131072, theta=5e5, norm_eps=1e-5, tied=True)
         num_layers = fields["num_layers"]
         last = hf.fields.get("moe_layer_end_index")

@@ -13,6 +13,8 @@ from asyncllm.text.config_overrides import overridden
 from asyncllm.vl.families import deepseek_vl, gemma, llava, published, qwen, tiles
 from asyncllm.vl.known_towers import tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
+from asyncllm.vl.processing.lfm2_vl import Lfm2VlProcessor
+from asyncllm.vl.processing.qwen import QwenProcessor
 from asyncllm.vl.processing.settings import Preparation
 
 __all__ = ["open_images", "open_processor"]
@@ -43,7 +45,10 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
             f"of config.json."
         )
     try:
-        return make(fields, settings, str(file))
+        processor = make(fields, settings, str(file))
+        if isinstance(processor, QwenProcessor | Lfm2VlProcessor):
+            _check_squares(name, processor, fields)
+        return processor
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidCheckpoint(
             f"{folder}: the image settings in config.json and {file.name} are not those of {name} ({error}). "
@@ -55,6 +60,20 @@ def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> Pre
     """Return `open_processor` with a cache of prepared images."""
     processor = open_processor(folder, overrides)
     return None if processor is None else PreparedImages(processor)
+
+
+def _check_squares(name: str, processor: QwenProcessor | Lfm2VlProcessor, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if images are cut into other squares than config.json says."""
+    decoder = fields.get("thinker_config") or fields
+    tower = decoder.get("vision_config") or {}
+    usual = 16 if name.startswith(("Lfm2", "Qwen3")) else 14
+    merge = fields.get("downsample_factor") if name.startswith("Lfm2") else tower.get("spatial_merge_size")
+    sides = tower.get("patch_size") or usual, merge or 2
+    if sides != (processor.patch, processor.merge):
+        raise ValueError(
+            f"{sides[1]} x {sides[1]} patches of {sides[0]} pixels a token, and {processor.merge} x {processor.merge} "
+            f"of {processor.patch}"
+        )
 
 
 _FAMILIES: Mapping[str, Preparation] = {

@@ -415,6 +415,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("BambaForCausalLM", "time_step_limit", [0.0, {"__float__": "x"}]),
         ("MixtralForCausalLM", "hidden_act", "gelu"),
         ("GemmaForCausalLM", "hidden_act", "relu"),
+        ("Ernie4_5_MoeForCausalLM", "moe_norm_min", 0.5),
         ("Phi3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
         ("BloomForCausalLM", "apply_residual_connection_post_layernorm", True),
         ("Qwen2ForCausalLM", "is_causal", False),

@@ -369,6 +369,13 @@ def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
         ("got_ocr2", {"vision_config": {"patch_size": 0}}),
         ("qwen2_5_omni", {"thinker_config": "x"}),
         ("onevision", {"vision_aspect_ratio": "anyres_max_x"}),
+        ("llava", {"vision_config": {"image_size": 56, "patch_size": 7}}),
+        ("onevision", {"vision_config": {"image_size": 14, "patch_size": 7}}),
+        ("idefics3", {"vision_config": {"image_size": 88, "patch_size": 4}}),
+        ("qwen2_vl", {"vision_config": {"patch_size": 5}}),
+        ("qwen2_5_omni", {"thinker_config": {"vision_config": {"spatial_merge_size": 3}}}),
+        ("lfm2_vl", {"vision_config": {"patch_size": 8}}),
+        ("lfm2_vl", {"downsample_factor": 1}),
     ],
 )
 def test_what_a_damaged_config_says_of_images(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def _idefics3(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.LANCZOS),
         token_id=image_token(fields, 128257),
         tokens=(vision["image_size"] // vision["patch_size"] // (fields.get("scale_factor") or 2)) ** 2,
+        side=vision["image_size"],
     )
 
 

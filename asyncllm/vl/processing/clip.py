@@ -24,11 +24,14 @@ class CenterProcessor(ImageProcessor):
     SigLIP's do, the whole image is stretched to them."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, placeholder: str, length: int, side: int) -> None:
-        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels."""
+        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels. Raises ValueError if the
+        settings have another."""
         self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
         self.edge, size = settings.side("size", side), settings.fields.get("size")
         self._squeezes = isinstance(size, dict) and size.get("height") is not None
         self.crop = settings.side("crop_size", side) if settings.fields.get("do_center_crop", True) else None
+        if (self.crop or self.edge) != side:
+            raise ValueError(f"pictures of {self.crop or self.edge} pixels, and a tower that takes {side}")
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, one_picture=True)

@@ -28,11 +28,14 @@ class Idefics3Processor(ImageProcessor):
 
     placeholder = BEGIN + WHOLE + PLACE + BEGIN
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:
-        """`tokens`: tokens of a tile."""
+    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:
+        """`tokens`: tokens of a tile. `side`: the side of the tower's pictures in pixels. Raises ValueError if the
+        settings have another."""
         self.settings, self.token_id, self._tokens = settings, token_id, tokens
         self._longest = min(settings.longest("size", 4 * 364), LONGEST)
-        self._tile = settings.longest("max_image_size", 364)
+        self._tile = settings.longest("max_image_size", side)
+        if self._tile != side:
+            raise ValueError(f"tiles of {self._tile} pixels, and a tower that takes {side}")
         self._splits = settings.fields.get("do_image_splitting", True) is not False
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:

@@ -33,8 +33,8 @@ class Lfm2VlProcessor(ImageProcessor):
     def __init__(self, settings: PictureSettings, *, token_id: int) -> None:
         """Raises InvalidCheckpoint for settings that contradict each other."""
         self.settings, self.token_id, fields = settings, token_id, settings.fields
-        self._patch = settings.integer("encoder_patch_size", 16, maximum=1024)
-        self._fold = settings.integer("downsample_factor", 2, maximum=64)
+        self.patch = settings.integer("encoder_patch_size", 16, maximum=1024)
+        self.merge = settings.integer("downsample_factor", 2, maximum=64)
         self._bounds = settings.integer("min_image_tokens", 64), settings.integer("max_image_tokens", 256)
         self._tile = settings.integer("tile_size", 512, maximum=2**13)
         self._tiles = settings.integer("min_tiles", 2), settings.integer("max_tiles", 10, maximum=MAX_TILES)
@@ -50,7 +50,7 @@ class Lfm2VlProcessor(ImageProcessor):
     @property
     def _square(self) -> int:
         """Pixels along a side of the square that becomes a token."""
-        return self._patch * self._fold
+        return self.patch * self.merge
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
@@ -69,7 +69,7 @@ class Lfm2VlProcessor(ImageProcessor):
             pictures = [*tiles, *(pictures if self._whole else ())]
         squares = [(each.height // self._square, each.width // self._square) for each in pictures]
         pixels = np.concatenate([self._patches(each) for each in pictures])
-        shapes = tuple((down * self._fold, across * self._fold) for down, across in squares)
+        shapes = tuple((down * self.merge, across * self.merge) for down, across in squares)
         slots = tuple(down * across for down, across in squares)
         return PromptImage(
             length=sum(slots),
@@ -98,14 +98,14 @@ class Lfm2VlProcessor(ImageProcessor):
 
     def _is_large(self, image: Image.Image) -> bool:
         """Return whether the image as a single picture would have too many tokens."""
-        height, width = (max(self._patch, round(side / self._square) * self._square) for side in image.size)
+        height, width = (max(self.patch, round(side / self._square) * self._square) for side in image.size)
         return height * width > self._bounds[1] * self._square**2 * self._tolerance
 
     def _resized(self, image: Image.Image, height: int, width: int) -> Image.Image:
         return resized(image, height, width, self.settings.resample)
 
     def _patches(self, picture: Image.Image) -> Pixels:
-        return self.settings.numbers(cut_squares(picture, self._patch, self._fold)).reshape(-1, 3, self._patch**2)
+        return self.settings.numbers(cut_squares(picture, self.patch, self.merge)).reshape(-1, 3, self.patch**2)
 
     def _text(self, rows: int, columns: int) -> str:
         if rows * columns == 1:
