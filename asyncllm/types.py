@@ -43,7 +43,7 @@ Message = dict[str, Any]
 """An OpenAI chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str | list of parts}."""
 
 ImagePrompt = tuple[str, Any]
-"""A text, and an image or a list of images: paths, URLs, bytes or PIL images."""
+"""A text, and an image or a list of images: paths, URLs, bytes or PIL images. They may come before the text too."""
 
 EmbeddingInput = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """One prompt to embed (a text or token ids), or a list of them."""

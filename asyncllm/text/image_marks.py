@@ -37,6 +37,7 @@ __all__ = [
     "source_of",
     "split_marks",
     "take_images",
+    "text_first",
     "with_numbers",
 ]
 
@@ -122,7 +123,9 @@ def source_of(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def holds_images(prompt: Any) -> bool:
-    """Return whether a prompt is (text, images), or messages with an image or a video among their parts."""
+    """Return whether a prompt is (text, images) in either order, or messages with an image or a video among their
+    parts."""
+    prompt = text_first(prompt)
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], str):
         return True
     if not isinstance(prompt, list | tuple):
@@ -135,13 +138,28 @@ def holds_images(prompt: Any) -> bool:
     )
 
 
+def text_first(prompt: Any) -> Any:
+    """Return (images, text) as (text, images), and any other prompt unchanged."""
+    if not isinstance(prompt, tuple) or len(prompt) != 2 or not isinstance(prompt[1], str) or names_image(prompt[1]):
+        return prompt
+    images = prompt[0] if isinstance(prompt[0], list | tuple) else [prompt[0]]
+    return prompt[::-1] if images and all(map(_is_image, images)) else prompt
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, str):
+        return names_image(value) and not (is_address(value) and " " in value)
+    return "role" not in value if isinstance(value, dict) else not isinstance(value, int | list | tuple | None)
+
+
 def take_images(prompt: Any) -> tuple[Any, list[ImageSource]]:
     """Return a prompt of `holds_images` with marks in place of its images, and the images in order. (text, images)
-    becomes a text, and messages stay messages.
+    in either order becomes a text, and messages stay messages.
 
     Raises InvalidMessage for malformed parts, and if the number of IMAGE_TOKENs differs from the message's images.
     """
     sources: list[ImageSource] = []
+    prompt = text_first(prompt)
     if isinstance(prompt, tuple) and isinstance(prompt[0], str):
         if len(prompt) != 2:
             raise InvalidMessage("A prompt with images is a tuple of two: (text, image) or (text, [image, ...]).")

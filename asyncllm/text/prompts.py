@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncllm.config import GenerationConfig
 from asyncllm.errors import InvalidMessage, InvalidParameter
-from asyncllm.text.image_marks import names_image
+from asyncllm.text.image_marks import names_image, text_first
 from asyncllm.types import ImagePrompt, Message
 
 __all__ = [
@@ -68,8 +68,9 @@ def is_single(prompts: Prompts) -> bool:
 
 
 def _has_images(prompts: Any) -> bool:
-    """Return whether this is (text, images). In a tuple of two texts, the second is an image if it is a URL or a file
-    name; otherwise the tuple is a batch."""
+    """Return whether this is (text, images) in either order. In a tuple of two texts, one is an image if it is a URL or
+    a file name; otherwise the tuple is a batch."""
+    prompts = text_first(prompts)
     if not isinstance(prompts, tuple) or len(prompts) != 2 or not isinstance(prompts[0], str):
         return False
     return not isinstance(prompts[1], str) or names_image(prompts[1])

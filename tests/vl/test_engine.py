@@ -25,6 +25,7 @@ from asyncllm import (
 )
 from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.prompt_image import PromptImage
+from asyncllm.text.prompts import is_single
 from asyncllm.vl import IMAGE_TOKEN
 from tests.vl.checkpoints import folder_of, greedy, picture, worst_difference
 
@@ -227,6 +228,22 @@ async def test_of_two_texts_the_second_may_name_an_image(engine: AsyncEngine, tm
         assert isinstance(answer, Response)
         assert answer.num_images == 1
     assert len(await engine.batch_infer(("what?", "a cat"), GREEDY)) == 2  # type: ignore[arg-type]
+
+
+async def test_images_may_come_before_their_text(engine: AsyncEngine, tmp_path: Path) -> None:
+    path = tmp_path / "cat 1.PNG"
+    picture(1).save(path)
+    for image in (picture(1), [picture(1), picture(1)], str(path), path, path.read_bytes(), {"url": str(path)}):
+        given: Any = ("what?", image)
+        before = await engine.batch_infer(given[::-1], GREEDY)
+        assert isinstance(before, Response)
+        assert before.num_images == (2 if isinstance(image, list) else 1)
+        (listed,) = await engine.batch_infer([given[::-1]], GREEDY)
+        said = await engine.generate(given, GREEDY)
+        assert before.token_ids == listed.token_ids == said.token_ids
+    message = [{"role": "user", "content": "what?"}]
+    batches: list[Any] = [(message, "what?"), ([97], "what?"), ("http://a.example is what?", "what?"), ([], "what?")]
+    assert not any(map(is_single, batches))
 
 
 async def test_a_session_is_not_cut_within_an_image(engine: AsyncEngine) -> None:
