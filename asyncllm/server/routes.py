@@ -94,7 +94,8 @@ from asyncllm.server.openai.responses import (
 )
 from asyncllm.server.openai.scores import classify, pooling, rerank, score
 from asyncllm.server.responses.create import InputTokens, ResponseObject, count_input_tokens, create_response
-from asyncllm.server.responses.kept import (
+from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
+from asyncllm.server.responses.stored import (
     DeletedResponse,
     InputItems,
     cancel_response,
@@ -102,7 +103,6 @@ from asyncllm.server.responses.kept import (
     list_input_items,
     show_response,
 )
-from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
 from asyncllm.server.runtime_adapters import (
     LoadAdapterRequest,
     LoadedAdapters,

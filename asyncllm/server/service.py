@@ -14,10 +14,10 @@ from asyncllm.server.http.access import Access
 from asyncllm.server.http.entrance import Entrance
 from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.http.routing import Route
-from asyncllm.server.lmdeploy.sessions import KeptSessions
+from asyncllm.server.lmdeploy.sessions import SessionStore
 from asyncllm.server.observe.metrics import Instruments
 from asyncllm.server.responses.background import BackgroundResponses
-from asyncllm.server.responses.store import KeptResponses
+from asyncllm.server.responses.store import ResponseStore
 from asyncllm.server.supervisor import Supervisor
 from asyncllm.text.chat_template import ChatTemplate
 
@@ -45,8 +45,8 @@ class Service:
         self.defaults = defaults
         """Default sampling parameters of requests."""
         self.instruments = None if config.disable_metrics else Instruments(self.supervisor)
-        self.sessions = KeptSessions(self.supervisor, config)
-        self.responses = KeptResponses(config.session_ttl)
+        self.sessions = SessionStore(self.supervisor, config)
+        self.responses = ResponseStore(config.session_ttl)
         self.background = BackgroundResponses()
         self.entrance = Entrance(config.max_concurrent_requests, self._check_engine)
         self.request_gate = RequestGate()

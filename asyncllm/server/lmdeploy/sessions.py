@@ -1,4 +1,4 @@
-"""KeptSessions: the conversations that /v1/chat/interactive keeps between requests, within limits.
+"""SessionStore: the conversations that /v1/chat/interactive keeps between requests, within limits.
 
 A conversation is forgotten after `session_ttl` idle seconds, or to make room: `max_sessions` limits the number of
 conversations and `max_session_tokens` the total length of their histories. To make room, the key that uses most of the
@@ -18,13 +18,13 @@ from asyncllm.engine.requests.generation import Session
 from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.supervisor import Supervisor
 
-__all__ = ["Kept", "KeptSessions"]
+__all__ = ["SessionStore", "StoredSession"]
 
-FORGOTTEN_REMEMBERED = 1024
+MAX_FORGOTTEN_IDS = 1024
 """Maximum number of forgotten ids per key whose next request gets 410. Older ones are not remembered."""
 
 
-class Kept:
+class StoredSession:
     """One conversation."""
 
     def __init__(self, session: Session) -> None:
@@ -43,26 +43,26 @@ class _Owner:
     """The conversations of one key."""
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.stored: OrderedDict[int, StoredSession] = OrderedDict()
         """The client's session id -> conversation, least recently used first."""
         self.forgotten: OrderedDict[int, None] = OrderedDict()
         """Forgotten ids whose client has not received a 410 yet, oldest first."""
 
     def conversations(self) -> int:
-        return len(self.kept)
+        return len(self.stored)
 
     def tokens(self) -> int:
         """The total number of tokens of all histories."""
-        return sum(kept.session.step for kept in self.kept.values())
+        return sum(stored.session.step for stored in self.stored.values())
 
     def forget(self, session_id: int) -> None:
-        self.kept.pop(session_id).session.close()
+        self.stored.pop(session_id).session.close()
         self.forgotten[session_id] = None
-        if len(self.forgotten) > FORGOTTEN_REMEMBERED:
+        if len(self.forgotten) > MAX_FORGOTTEN_IDS:
             self.forgotten.popitem(last=False)
 
 
-class KeptSessions:
+class SessionStore:
     """Conversations by key and session id, so that two keys can use the same id. Written by the route's handler."""
 
     def __init__(self, supervisor: Supervisor, config: ServerConfig) -> None:
@@ -72,14 +72,14 @@ class KeptSessions:
         self._owners: dict[int, _Owner] = {}
 
     def __len__(self) -> int:
-        return sum(len(owner.kept) for owner in self._owners.values())
+        return sum(len(owner.stored) for owner in self._owners.values())
 
-    def get(self, key: int, session_id: int) -> Kept | None:
-        """Return the conversation, or None if it is not kept."""
+    def get(self, key: int, session_id: int) -> StoredSession | None:
+        """Return the conversation, or None if it is not stored."""
         owner = self._owners.get(key)
-        return owner.kept.get(session_id) if owner is not None else None
+        return owner.stored.get(session_id) if owner is not None else None
 
-    def enter(self, key: int, session_id: int, *, start: bool) -> Kept | None:
+    def enter(self, key: int, session_id: int, *, start: bool) -> StoredSession | None:
         """Return the conversation, which `leave` gives back. If there is none, begin one if `start`, otherwise return
         None.
 
@@ -98,62 +98,64 @@ class KeptSessions:
                 param="session_id",
                 headers={"x-should-retry": "false"},
             )
-        kept = owner.kept.get(session_id)
-        if kept is None:
+        stored = owner.stored.get(session_id)
+        if stored is None:
             if not start:
                 return None
             self._make_room()
-            kept = owner.kept[session_id] = Kept(self._supervisor.engine.session())
-        kept.in_work += 1
-        kept.last_used = now
-        owner.kept.move_to_end(session_id)
-        return kept
+            stored = owner.stored[session_id] = StoredSession(self._supervisor.engine.session())
+        stored.in_work += 1
+        stored.last_used = now
+        owner.stored.move_to_end(session_id)
+        return stored
 
-    def leave(self, key: int, session_id: int, kept: Kept, *, end: bool) -> None:
+    def leave(self, key: int, session_id: int, stored: StoredSession, *, end: bool) -> None:
         """Give the conversation back at the end of a request. Forget it if `end`, or if it never had a turn."""
-        kept.in_work -= 1
-        kept.last_used = asyncio.get_running_loop().time()
+        stored.in_work -= 1
+        stored.last_used = asyncio.get_running_loop().time()
         owner = self._owners[key]
-        known = owner.kept.get(session_id) is kept
-        empty = kept.idle and not kept.session.turns
-        if end or empty or kept.session.closed:
-            kept.session.close()
+        known = owner.stored.get(session_id) is stored
+        empty = stored.idle and not stored.session.turns
+        if end or empty or stored.session.closed:
+            stored.session.close()
             if known:
-                del owner.kept[session_id]
+                del owner.stored[session_id]
         elif known:
-            owner.kept.move_to_end(session_id)
+            owner.stored.move_to_end(session_id)
 
     def end(self, key: int, session_id: int) -> int:
-        """Stop and forget the conversation, if it is kept, and return its number of tokens."""
+        """Stop and forget the conversation, if it is stored, and return its number of tokens."""
         owner = self._owners.get(key)
         if owner is None:
             return 0
         owner.forgotten.pop(session_id, None)
-        kept = owner.kept.pop(session_id, None)
-        if kept is None:
+        stored = owner.stored.pop(session_id, None)
+        if stored is None:
             return 0
-        kept.session.close()
-        return kept.session.step
+        stored.session.close()
+        return stored.session.step
 
     def _forget_all(self) -> None:
         """Forget all conversations, since their engine is gone."""
         for owner in self._owners.values():
-            for session_id in list(owner.kept):
+            for session_id in list(owner.stored):
                 owner.forget(session_id)
 
     def _forget_expired(self, now: float) -> None:
         for owner in self._owners.values():
-            for session_id, kept in list(owner.kept.items()):
-                if kept.last_used + self._config.session_ttl > now:
+            for session_id, stored in list(owner.stored.items()):
+                if stored.last_used + self._config.session_ttl > now:
                     break
-                if kept.idle:
+                if stored.idle:
                     owner.forget(session_id)
 
     def _make_room(self) -> None:
         """Forget others until a new conversation fits. Raises ApiError 429 if all of them are in a turn."""
         while (short := self._short_of()) is not None:
             owners = sorted(self._owners.values(), key=short, reverse=True)
-            idle = ((owner, session_id) for owner in owners for session_id, kept in owner.kept.items() if kept.idle)
+            idle = (
+                (owner, session_id) for owner in owners for session_id, stored in owner.stored.items() if stored.idle
+            )
             victim = next(idle, None)
             if victim is None:
                 raise ApiError(

@@ -1,6 +1,6 @@
 """Background responses: computed whether or not a client waits, and read and cancelled by their ids.
 
-A finished response moves to `KeptResponses`, with its events if it is streamed.
+A finished response moves to `ResponseStore`, with its events if it is streamed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from asyncllm.server.request.media import with_images
 from asyncllm.server.responses.background import BackgroundResponse
 from asyncllm.server.responses.event_log import EventLog
 from asyncllm.server.responses.items import messages_of
-from asyncllm.server.responses.kept import follow
 from asyncllm.server.responses.output import Event, OutputItems
 from asyncllm.server.responses.requests import (
     InputTokensRequest,
@@ -38,7 +37,8 @@ from asyncllm.server.responses.requests import (
     logprobs_of,
     tools_of,
 )
-from asyncllm.server.responses.store import Kept
+from asyncllm.server.responses.store import StoredResponse
+from asyncllm.server.responses.stored import follow
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import SSE, stream
 from asyncllm.types import Chunk, Logprobs, Message
@@ -52,7 +52,7 @@ ENDS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """Finish reason -> status, for incomplete answers."""
 
 
-GOES_ON = ("completed", "incomplete")
+CONTINUABLE = ("completed", "incomplete")
 """Statuses of responses that can be continued."""
 
 
@@ -92,7 +92,7 @@ async def _conversation(request: web.Request, body: ResponsesRequest | InputToke
     service, before = service_of(request), list[Message]()
     if body.previous_response_id is not None:
         service.background.check_over(request[KEY], body.previous_response_id, "previous_response_id")
-        before = _messages_of_kept(
+        before = _continued_messages(
             service.responses.get(request[KEY], body.previous_response_id, "previous_response_id")
         )
     body.input = service.responses.resolved(request[KEY], body.input)
@@ -195,9 +195,9 @@ async def _begin_in_background(request: web.Request, answer: _Answer, generation
     return web.Response(body=encode(job.body), content_type="application/json")
 
 
-def _messages_of_kept(kept: Kept) -> list[Message]:
+def _continued_messages(kept: StoredResponse) -> list[Message]:
     """Return the conversation that a response ends. Raises ApiError 400 if the response was cancelled or failed."""
-    if kept.body["status"] not in GOES_ON:
+    if kept.body["status"] not in CONTINUABLE:
         raise ApiError(
             400,
             f"The response has the status {kept.body['status']!r}, and cannot be continued. Continue the response "
@@ -279,19 +279,19 @@ class _Answer:
             self.object.incomplete_details = {"reason": "max_output_tokens"}
         else:
             self.object.completed_at = int(time.time())
-        if self.object.store and (status in GOES_ON or self.object.background):
+        if self.object.store and (status in CONTINUABLE or self.object.background):
             self._keep()
         return [*events, (f"response.{'completed' if status == 'cancelled' else status}", {"response": self.object})]
 
     def _keep(self) -> None:
         # A cancelled or failed response can be read but not continued.
-        answered = self.object.status in GOES_ON
+        answered = self.object.status in CONTINUABLE
         messages = [*self._messages, *messages_of(self._output.items)] if answered else []
         body = self.body()
         size = len(encode(messages)) + len(encode(self.input_items)) + len(encode(body))
         if self.log is not None:
             size += self.log.size
-        self._service.responses.put(self._key, Kept(body, self.input_items, messages, size, self.log))
+        self._service.responses.put(self._key, StoredResponse(body, self.input_items, messages, size, self.log))
 
     def body(self) -> dict[str, Any]:
         """Return the response in its current state."""

@@ -1,4 +1,4 @@
-"""KeptResponses: the responses of each key that later requests may continue, within limits.
+"""ResponseStore: the responses of each key that later requests may continue, within limits.
 
 Responses are kept in memory only: one is forgotten `session_ttl` seconds after its last use, or to make room for
 others, and all are lost when the server stops.
@@ -15,14 +15,14 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.responses.event_log import EventLog
 from asyncllm.types import Message
 
-__all__ = ["Kept", "KeptResponses"]
+__all__ = ["ResponseStore", "StoredResponse"]
 
 MAX_KEPT = 4096
 MAX_BYTES = 256 * 2**20
 """Maximum total size of the kept responses' conversations in bytes. Each counts in full."""
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """One response."""
 
     body: dict[str, Any]
@@ -42,12 +42,12 @@ class Kept(NamedTuple):
         return [*self.input_items, *self.body.get("output", ())]
 
 
-class KeptResponses:
+class ResponseStore:
     """Responses by key and id. Belongs to one event loop."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
-        self._kept: OrderedDict[tuple[int, str], tuple[Kept, float]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, str], tuple[StoredResponse, float]] = OrderedDict()
         """(key, id) -> the response and the time of its last use, least recently used first."""
         self._items: dict[tuple[int, str], dict[str, Any]] = {}
         """(key, item id) -> input or output item of a kept response."""
@@ -56,7 +56,7 @@ class KeptResponses:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, key: int, response: Kept) -> None:
+    def put(self, key: int, response: StoredResponse) -> None:
         """Keep a response, and forget others to make room. A response that exceeds the limit by itself is not kept."""
         now = asyncio.get_running_loop().time()
         self._kept[key, response.body["id"]] = response, now
@@ -64,7 +64,7 @@ class KeptResponses:
         self._bytes += response.size
         self._forget(now)
 
-    def get(self, key: int, response_id: str, param: str | None = None) -> Kept:
+    def get(self, key: int, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a response. Raises ApiError 404, or 400 if the id is the request's field `param`, as OpenAI does."""
         now = asyncio.get_running_loop().time()
         self._forget(now)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.responses.items import messages_of
-from asyncllm.server.responses.store import Kept, KeptResponses
+from asyncllm.server.responses.store import ResponseStore, StoredResponse
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -302,14 +302,14 @@ def test_images_are_parts_of_a_message() -> None:
 
 
 async def test_old_responses_make_room() -> None:
-    kept = KeptResponses(1000.0)
+    kept = ResponseStore(1000.0)
     for number in range(3):
-        kept.put(0, Kept({"id": str(number)}, [], [], 100 * 2**20))
+        kept.put(0, StoredResponse({"id": str(number)}, [], [], 100 * 2**20))
     assert len(kept) == 2
     with pytest.raises(ApiError, match="no response"):
         kept.get(0, "0")
-    short = KeptResponses(0.0)
-    short.put(0, Kept({"id": "a"}, [], [], 1))
+    short = ResponseStore(0.0)
+    short.put(0, StoredResponse({"id": "a"}, [], [], 1))
     assert len(short) == 0
 
 
