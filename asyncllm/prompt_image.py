@@ -35,11 +35,11 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """A float32 numpy array, in the tower's input format."""
     grid: tuple[int, int] | None = None
     """Rows and columns of its tokens, if they have two-dimensional positions; None: consecutive positions."""
-    shared: bool = False
+    shares_position: bool = False
     """Whether all tokens except the first and last share one position."""
     steps: int = 1
-    """Number of grids that follow one another in time. A video has several; with `slots` each has a place of its
-    own."""
+    """Number of grids that follow one another in time. A video has several; with `placeholder_rows` each has a
+    placeholder of its own."""
     interval: float = 1.0
     """Distance in positions between consecutive grids."""
     size: tuple[int, int] = (0, 0)
@@ -50,15 +50,16 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Rows and columns of patches of each picture that the tower receives, for towers of any resolution."""
     text: str = ""
     """Its placeholder in the prompt's text, if it is not the family's."""
-    slots: tuple[int, ...] = ()
-    """Number of feature rows of each of its places in the text; (): one place with a row for each token."""
+    placeholder_rows: tuple[int, ...] = ()
+    """Number of feature rows of each of its placeholders in the text; (): one placeholder with a row for each token."""
     spans: tuple[tuple[int, int], ...] = ()
-    """(start, end) of each place's tokens, relative to its first token; tokens between places are text. Set together
-    with `position`; (): all tokens."""
-    apart: bool = False
-    """Whether the tower encodes each place separately; places have equal parts of the pixels."""
+    """(start, end) of each placeholder's tokens, relative to its first token; tokens between them are text. Set
+    together with `position`; (): all tokens."""
+    separate: bool = False
+    """Whether the tower encodes each placeholder separately; they have equal parts of the pixels."""
     joint: bool = False
-    """Whether the tokens of a place attend to each other in both directions and so must be computed in one step."""
+    """Whether the tokens of a placeholder attend to each other in both directions and so must be computed in one
+    step."""
 
     @property
     def end(self) -> int:
@@ -76,28 +77,28 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_features(self) -> int:
         """The number of feature rows."""
-        return sum(self.slots) or self.length
+        return sum(self.placeholder_rows) or self.length
 
     def encodings(self) -> Iterator[tuple[int, int]]:
         """Yield, for each input of the tower, the position from which its features are needed and its cost, as the
         number of prompt tokens that take as long to compute."""
         work = int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
-        starts = [start for start, _ in self.spans] if self.apart else [0]
+        starts = [start for start, _ in self.spans] if self.separate else [0]
         for start in starts:
             yield self.position + start, work // len(starts)
 
-    def seen_at(self, place: int) -> PromptImage:
-        """Return the part of the image that the tower encodes for the place with this number."""
-        if not self.apart:
+    def at_placeholder(self, index: int) -> PromptImage:
+        """Return the part of the image that the tower encodes for the placeholder with this index."""
+        if not self.separate:
             return self
-        share = len(self.pixels) // len(self.slots)
+        share = len(self.pixels) // len(self.placeholder_rows)
         return msgspec.structs.replace(
             self,
-            length=self.slots[place],
-            digest=self.digest + place.to_bytes(4, "little"),
-            pixels=self.pixels[place * share : (place + 1) * share],
+            length=self.placeholder_rows[index],
+            digest=self.digest + index.to_bytes(4, "little"),
+            pixels=self.pixels[index * share : (index + 1) * share],
             steps=1,
-            slots=(self.slots[place],),
+            placeholder_rows=(self.placeholder_rows[index],),
             spans=(),
         )
 
@@ -105,12 +106,12 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     def shift(self) -> int:
         """The offset between positions and token numbers after the image. The image takes as many positions as the
         longest side of its grid or its duration, or three if its tokens share a position."""
-        if self.shared:
+        if self.shares_position:
             return 3 - self.length
         if self.grid is None:
             return 0
-        if self.slots:
-            return len(self.slots) * (max(self.grid) - self.slots[0])
+        if self.placeholder_rows:
+            return len(self.placeholder_rows) * (max(self.grid) - self.placeholder_rows[0])
         return max(*self.grid, int((self.steps - 1) * self.interval) + 1) - self.length
 
 
@@ -125,7 +126,7 @@ class ImageProcessor(Protocol):
     """Tokens before the image's."""
     after: Sequence[int] = ()
     joint: int = 0
-    """Maximum number of tokens of a place whose tokens attend to each other; 0: a prompt chunk may end inside an
+    """Maximum number of tokens of a placeholder whose tokens attend to each other; 0: a prompt chunk may end inside an
     image."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:

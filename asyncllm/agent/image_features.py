@@ -52,7 +52,7 @@ class ImageFeatures:
         parts = [part for row in batch.prefill if row.images for part in image_parts(row)]
         if not parts:
             return None
-        seen = [part.image.seen_at(part.place) for part in parts]
+        seen = [part.image.at_placeholder(part.placeholder) for part in parts]
         missing = {image.digest: image for image in seen if image.digest not in self._cached}
         encoded = self._encoded(list(missing.values()))
         found = []

@@ -45,7 +45,7 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
     moved = np.full(len(positions), -total, np.int64)
     before = 0
     for image in row.images:
-        if image.grid is None and not image.shared:
+        if image.grid is None and not image.shares_position:
             continue
         spans = image.spans or ((0, image.length),)
         for start, stop in spans:

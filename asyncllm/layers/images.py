@@ -26,11 +26,11 @@ class ImagePart(NamedTuple):
     position: int
     """Absolute position of the first token."""
     first: int
-    """Row of the first token among the image's features (those of `PromptImage.seen_at` the place)."""
+    """Row of the first token among the image's features (those of `PromptImage.at_placeholder`)."""
     last: int
     """Row after that of the last token."""
-    place: int
-    """Index of the image's place."""
+    placeholder: int
+    """Index of the placeholder that the tokens belong to."""
 
 
 def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
@@ -38,12 +38,12 @@ def image_parts(row: PrefillRow) -> Iterator[ImagePart]:
     end = row.position + len(row.tokens)
     for image in row.images:
         rows = 0
-        for place, (start, stop) in enumerate(image.spans or ((0, image.length),)):
+        for placeholder, (start, stop) in enumerate(image.spans or ((0, image.length),)):
             start, stop = image.position + start, image.position + stop
             first, last = max(row.position, start), min(end, stop)
             if first < last:
-                yield ImagePart(image, first, rows + first - start, rows + last - start, place)
-            rows += 0 if image.apart else stop - start
+                yield ImagePart(image, first, rows + first - start, rows + last - start, placeholder)
+            rows += 0 if image.separate else stop - start
 
 
 def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
@@ -51,8 +51,8 @@ def _image_rows(batch: Batch, positions: NDArray[Any]) -> NDArray[Any]:
     start, count = len(batch.decode), 0
     for row in batch.prefill:
         for part in image_parts(row):
-            place, length = start + part.position - row.position, part.last - part.first
-            rows[place : place + length] = np.arange(count, count + length)
+            first, length = start + part.position - row.position, part.last - part.first
+            rows[first : first + length] = np.arange(count, count + length)
             count += length
         start += len(row.tokens)
     return rows

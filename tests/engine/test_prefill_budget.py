@@ -175,7 +175,8 @@ def test_steps_of_a_video_are_paid_for_one_by_one() -> None:
     request = with_image(driver, 600)
     places = tuple((start, start + 100) for start in range(0, 600, 100))
     request.images = [
-        msgspec.structs.replace(image, apart=True, spans=places, slots=(100,) * 6) for image in request.images
+        msgspec.structs.replace(image, separate=True, spans=places, placeholder_rows=(100,) * 6)
+        for image in request.images
     ]
     sizes = []
     while request.sequences[0].state in (SequenceState.WAITING, SequenceState.PREFILL):

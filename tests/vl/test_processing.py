@@ -163,7 +163,7 @@ def test_canvases_of_llama_4(largest: bool, tmp_path: Path) -> None:
         shapes.add((rows, columns))
         text = Llama4Processor._prompt_split_image(None, (rows, columns), 1)
         assert prepared.text == text
-        assert prepared.slots == (4,) * text.count("<|patch|>")
+        assert prepared.placeholder_rows == (4,) * text.count("<|patch|>")
         assert prepared.length == 4 * len(prepared.pixels)
     assert len(shapes) > 4
 
@@ -184,7 +184,7 @@ def test_places_of_lfm2_vl() -> None:
         grid = [int(each) for each in re.findall(r"row_(\d+)_col_(\d+)", prepared.text)[-1]] if tiles else [1, 1]
         expected = Lfm2VlProcessor._build_image_tokens(texts, *grid, 16, rows * columns // 4, True, True)
         pieces = prepared.text.split("<image>")
-        counts = [*prepared.slots, 0]
+        counts = [*prepared.placeholder_rows, 0]
         assert "".join(text + "<image>" * count for text, count in zip(pieces, counts, strict=True)) == expected
         tiled += bool(tiles)
     assert tiled > 5

@@ -77,7 +77,7 @@ def test_the_familys_frames_are_shown(kind: str, options: dict[str, Any], indice
     expected = shown(kind, [frames[index] for index in indices], {})
     actual = shown(kind, data, options)
     assert np.array_equal(actual.pixels, expected.pixels)
-    for name in ("length", "grid", "steps", "slots"):
+    for name in ("length", "grid", "steps", "placeholder_rows"):
         assert getattr(actual, name) == getattr(expected, name)
     others = shown(kind, [frames[index - (index > 0)] for index in indices], {})
     assert not np.array_equal(actual.pixels, others.pixels)
@@ -114,7 +114,7 @@ def test_containers_and_ways_in(form: str, tmp_path: Path) -> None:
 def test_short_and_cut_recordings() -> None:
     assert shown("qwen2_vl", recorded(1), {}).steps == 1
     assert shown("qwen3_vl", recorded(1), {}).steps == 1
-    assert shown("internvl", recorded(3), {}).slots == (4, 4, 4)
+    assert shown("internvl", recorded(3), {}).placeholder_rows == (4, 4, 4)
     whole = recorded(40, form="matroska")
     cut = shown("qwen3_vl", whole[: len(whole) // 2], {"num_frames": 4})
     assert cut.steps == 2

@@ -141,7 +141,7 @@ class ImageInput:
         if isinstance(processor, VideoProcessor):
             kinds.add(processor.video_token_id)
         places = [index for index, token in enumerate(ids) if token in kinds]
-        wanted = sum(len(image.slots) or 1 for image in images)
+        wanted = sum(len(image.placeholder_rows) or 1 for image in images)
         if len(places) != wanted:
             raise InvalidMessage(
                 f"The prompt has {len(places)} places for images and {len(images)} images, which take {wanted}. Give "
@@ -150,7 +150,7 @@ class ImageInput:
         start, placed, place = 0, [], iter(places)
         for image in images:
             spans: list[tuple[int, int]] = []
-            for length in image.slots or (image.length,):
+            for length in image.placeholder_rows or (image.length,):
                 end = next(place)
                 token_ids += [*ids[start:end], *processor.before]
                 spans.append((len(token_ids), len(token_ids) + length))

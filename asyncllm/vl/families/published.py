@@ -83,7 +83,7 @@ def _glm4v_9b(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         placeholder="<|begin_of_image|>",
         length=(vision["image_size"] // vision["patch_size"] // 2) ** 2 + 2,
         side=vision["image_size"],
-        shared=True,
+        shares_position=True,
     )
 
 
@@ -98,7 +98,7 @@ def _cogvlm(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         placeholder=texts.get(token_id, "<unk>"),
         length=(vision["image_size"] // vision["patch_size"] // fold) ** 2 + 2,
         side=vision["image_size"],
-        shared=True,
+        shares_position=True,
     )
 
 

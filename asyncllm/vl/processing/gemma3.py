@@ -47,7 +47,7 @@ class Gemma3Processor(ImageProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
             text=WITH_CROPS.format(PLACE, " ".join([PLACE] * len(crops))) if crops else "",
-            slots=(self.joint,) * len(pictures),
+            placeholder_rows=(self.joint,) * len(pictures),
             joint=True,
         )
 

@@ -56,7 +56,7 @@ class Idefics3Processor(ImageProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
             text=_text(rows, columns),
-            slots=(self._tokens,) * len(tiles),
+            placeholder_rows=(self._tokens,) * len(tiles),
         )
 
     def _resized(self, image: Image.Image, width: int, height: int) -> Image.Image:

@@ -70,15 +70,15 @@ class Lfm2VlProcessor(ImageProcessor):
         squares = [(each.height // self._square, each.width // self._square) for each in pictures]
         pixels = np.concatenate([self._patches(each) for each in pictures])
         shapes = tuple((down * self.merge, across * self.merge) for down, across in squares)
-        slots = tuple(down * across for down, across in squares)
+        counts = tuple(down * across for down, across in squares)
         return PromptImage(
-            length=sum(slots),
+            length=sum(counts),
             digest=digest_of(shapes, pixels=pixels),
             pixels=pixels,
             size=(loaded.height, loaded.width),
             pictures=shapes,
             text=self._text(rows, columns),
-            slots=slots,
+            placeholder_rows=counts,
         )
 
     def _size(self, image: Image.Image) -> tuple[int, int]:

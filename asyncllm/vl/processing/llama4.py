@@ -59,7 +59,7 @@ class Llama4Processor(ImageProcessor):
             pixels=pixels,
             size=size,
             text=_text(rows, columns),
-            slots=(self._tokens,) * len(tiles),
+            placeholder_rows=(self._tokens,) * len(tiles),
         )
 
     def _numbers(self, pictures: NDArray[np.uint8]) -> Pixels:

@@ -60,7 +60,7 @@ class MiniCpmVProcessor(ImageProcessor):
             pictures=shapes,
             size=(loaded.height, loaded.width),
             text=self._text(rows, columns),
-            slots=(self._tokens,) * len(pictures),
+            placeholder_rows=(self._tokens,) * len(pictures),
         )
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:

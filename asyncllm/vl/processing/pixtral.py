@@ -47,5 +47,5 @@ class PixtralProcessor(ImageProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
             text="[IMG][IMG_BREAK]" * (rows - 1) + "[IMG][IMG_END]" if parted else "",
-            slots=(columns,) * rows if parted else (),
+            placeholder_rows=(columns,) * rows if parted else (),
         )

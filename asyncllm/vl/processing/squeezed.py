@@ -27,12 +27,12 @@ class SqueezedProcessor(ImageProcessor):
         placeholder: str,
         length: int,
         side: int,
-        shared: bool = False,
+        shares_position: bool = False,
     ) -> None:
-        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels. `shared`: as in
+        """`length`: tokens of an image. `side`: the side of the tower's pictures in pixels. `shares_position`: as in
         PromptImage."""
         self.settings, self.token_id, self.placeholder, self.length = settings, token_id, placeholder, length
-        self._side, self._shared = side, shared
+        self._side, self._shares_position = side, shares_position
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options, one_picture=True)
@@ -45,5 +45,5 @@ class SqueezedProcessor(ImageProcessor):
             pixels=pixels,
             size=(loaded.height, loaded.width),
             text=self.placeholder,
-            shared=self._shared,
+            shares_position=self._shares_position,
         )

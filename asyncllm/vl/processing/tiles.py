@@ -124,7 +124,7 @@ class AyaVisionProcessor(TileProcessor):
         count, place = len(tiled.pixels), "<|IMG_PATCH|>"
         tiles = "".join(f"TILE_{number}{place}" for number in range(1, count))
         text = f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{place}<|END_OF_IMG|>"
-        return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
+        return msgspec.structs.replace(tiled, text=text, placeholder_rows=(self._tokens,) * count)
 
 
 class Cohere2VisionProcessor(TileProcessor):
@@ -135,7 +135,7 @@ class Cohere2VisionProcessor(TileProcessor):
         count = len(tiled.pixels)
         tiles = "<|IMG_PATCH|><|IMG_LINE_BREAK|>" * count
         text = f"<|START_OF_IMG|>{tiles}<|END_OF_IMG|>"
-        return msgspec.structs.replace(tiled, text=text, slots=(self._tokens,) * count)
+        return msgspec.structs.replace(tiled, text=text, placeholder_rows=(self._tokens,) * count)
 
     def _grid(self, width: int, height: int, max_tiles: int) -> tuple[int, int]:
         return roomy_grid(width, height, self._side, max_tiles)
@@ -162,7 +162,7 @@ class InternVlProcessor(TileProcessor):
             digest=digest_of("video", pixels=pixels),
             pixels=pixels,
             size=size,
-            slots=(self._tokens,) * count,
-            apart=True,
+            placeholder_rows=(self._tokens,) * count,
+            separate=True,
             text="".join(f"Frame{number}: {self.placeholder}" for number in range(1, count + 1)),
         )

@@ -167,7 +167,7 @@ class Qwen3VideoProcessor(QwenVideoProcessor):
             grid=grid,
             steps=steps,
             size=size,
-            slots=(rows * columns,) * steps,
-            apart=True,
+            placeholder_rows=(rows * columns,) * steps,
+            separate=True,
             text="".join(f"<{(first + last) / 2:.1f} seconds>{self._video.placeholder}" for first, last in ends),
         )
