@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine import model_files
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import EngineClosed, InvalidCheckpoint, InvalidParameter, ModelError
 from asyncllm.protocol import Batch, Command, Limits
@@ -18,7 +19,6 @@ from asyncllm.testing.byte_tokenizer import ByteTokenizer
 from asyncllm.testing.fake_engine import FakeTemplate, fake_parts
 from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ class Opening:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.error = error
         self.begun, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(Tokenizer, "from_folder", self.open)
+        monkeypatch.setattr(model_files, "NamedTokenizer", self.open)
         monkeypatch.setattr(ChatTemplate, "open", lambda folder, config: FakeTemplate())
 
     def open(self, folder: Path) -> Any:
