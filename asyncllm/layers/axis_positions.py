@@ -1,7 +1,7 @@
 """Positions in several dimensions: text advances along all axes alike, an image's tokens along rows and columns.
 
-They differ from a token's index by the shift of the images before it and, within an image, by the token's place there.
-If an image's tokens share a position, all axes are alike.
+They differ from a token's index by the shift of the images before it and, within an image, by the offset of the token
+in it. If an image's tokens share a position, all axes are alike.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ def _moved_in_row(axis: int, row: PrefillRow, positions: NDArray[Any]) -> NDArra
         for start, stop in spans:
             start, stop = image.position + start, image.position + stop
             inside = (positions >= start) & (positions < stop)
-            place = positions[inside] - start
-            along = _along(axis, place, image)
-            moved[inside] = before - total + along - place
+            index = positions[inside] - start
+            along = _along(axis, index, image)
+            moved[inside] = before - total + along - index
             before += image.shift // len(spans)
             moved[positions >= stop] = before - total
     return moved
 
 
-def _along(axis: int, place: NDArray[Any], image: PromptImage) -> NDArray[Any]:
+def _along(axis: int, index: NDArray[Any], image: PromptImage) -> NDArray[Any]:
     """Return the offsets along an axis of the tokens of an image or video, from their indices in it."""
     if image.grid is None:
-        along: NDArray[Any] = np.minimum(place, 1) + (place == image.length - 1)
+        along: NDArray[Any] = np.minimum(index, 1) + (index == image.length - 1)
         return along
     rows, columns = image.grid
     if axis == 0:
-        return (place // (rows * columns) * image.interval).astype(np.int64)
-    return place % (rows * columns) // columns if axis == 1 else place % columns
+        return (index // (rows * columns) * image.interval).astype(np.int64)
+    return index % (rows * columns) // columns if axis == 1 else index % columns
 
 
 def _column(axis: int, name: str) -> Column:

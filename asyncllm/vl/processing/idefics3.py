@@ -24,7 +24,8 @@ BEGIN, PLACE, WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
 class Idefics3Processor(ImageProcessor):
-    """Pixels [tiles + 1, 3, tile, tile]. Each tile has a place of its own in the prompt, after its row and column."""
+    """Pixels [tiles + 1, 3, tile, tile]. Each tile has a placeholder of its own in the prompt, after its row and
+    column."""
 
     placeholder = BEGIN + WHOLE + PLACE + BEGIN
 

@@ -26,7 +26,7 @@ BEGIN, WHOLE, END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 
 class Lfm2VlProcessor(ImageProcessor):
     """Pixels [patches, 3, patch * patch] of all pictures, ordered by the squares of patches that become a token each.
-    Each picture has a place of its own in the prompt, a tile after its row and column."""
+    Each picture has a placeholder of its own in the prompt, a tile after its row and column."""
 
     placeholder = BEGIN + PLACE + END
 

@@ -26,8 +26,8 @@ NEXT_COLUMN, NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
 class Llama4Processor(ImageProcessor):
-    """Pixels [tiles + 1, 3, side, side], rounded to bfloat16 as by the published processor. Each tile has a place of
-    its own in the prompt, with separators between them."""
+    """Pixels [tiles + 1, 3, side, side], rounded to bfloat16 as by the published processor. Each tile has a placeholder
+    of its own in the prompt, with separators between them."""
 
     placeholder = BEGIN + WHOLE + PLACE + END
 

@@ -26,8 +26,8 @@ Size = tuple[float, float]
 
 
 class MiniCpmVProcessor(ImageProcessor):
-    """Pixels [patches, 3 * patch * patch] of all pictures, the whole first. Each picture has a place of its own in the
-    prompt."""
+    """Pixels [patches, 3 * patch * patch] of all pictures, the whole first. Each picture has a placeholder of its own
+    in the prompt."""
 
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, numbered: bool) -> None:
         """`tokens`: tokens of a picture. `numbered`: whether the prompt numbers its images and marks each slice as a

@@ -19,7 +19,7 @@ __all__ = ["PixtralProcessor"]
 
 
 class PixtralProcessor(ImageProcessor):
-    """Pixels [1, 3, height, width]. Each row of tokens has a place of its own in the prompt if rows end with a
+    """Pixels [1, 3, height, width]. Each row of tokens has a placeholder of its own in the prompt if rows end with a
     token."""
 
     def __init__(

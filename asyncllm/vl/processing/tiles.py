@@ -117,7 +117,7 @@ class TileProcessor(ImageProcessor):
 
 
 class AyaVisionProcessor(TileProcessor):
-    """Each tile has a place of its own in the prompt, after its name (Aya Vision)."""
+    """Each tile has a placeholder of its own in the prompt, after its name (Aya Vision)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         tiled = super().prepare(image, options)
@@ -128,7 +128,7 @@ class AyaVisionProcessor(TileProcessor):
 
 
 class Cohere2VisionProcessor(TileProcessor):
-    """Each tile has a place of its own in the prompt, followed by a line break (Command A Vision)."""
+    """Each tile has a placeholder of its own in the prompt, followed by a line break (Command A Vision)."""
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         tiled = super().prepare(image, options)

@@ -130,8 +130,8 @@ class QwenVideoProcessor(QwenProcessor):
 
 
 class Qwen3VideoProcessor(QwenVideoProcessor):
-    """Each step has a place of its own in the prompt, after its time in seconds, and bounds of pixels apply to all
-    frames together."""
+    """Each step has a placeholder of its own in the prompt, after its time in seconds, and bounds of pixels apply to
+    all frames together."""
 
     def _chosen(self, recording: Recording, fps: float | None, num_frames: int | None) -> Sequence[int]:
         total = recording.total
