@@ -151,6 +151,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 6,
         "first_k_dense_replace": 1,
         "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
         "max_position_embeddings": 163840,

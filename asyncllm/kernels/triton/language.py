@@ -8,8 +8,8 @@ PDL is programmatic dependent launch (CUDA 12, compute capability 9.0): a kernel
 start while its predecessor drains, and must call `wait_for_producers` before it reads or writes anything that another
 kernel writes or reads. It calls `release_consumers` right after that, which lets the blocks of the next kernel be
 scheduled and wait. If kernels released before their wait, several would queue up in the multiprocessors: a decode step
-of one row of Llama-3-8B then takes 4.08 ms instead of 3.94 ms. Only products of few tokens release first, because they,
-and the products after them, can prefetch weights before the wait.
+of one row of Llama-3-8B then takes 4.08 ms instead of 3.94 ms. Only products of few tokens, and what comes between a
+norm and such a product, release first, because products can prefetch weights before the wait.
 """
 
 from __future__ import annotations

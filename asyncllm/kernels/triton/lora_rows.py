@@ -49,8 +49,9 @@ def shrink_row_kernel(
     """Like `lora.shrink_kernel`; a program has a row, one part's RANK rows of A, and SPAN input features.
 
     Slots are uploaded with the inputs of the step, before its first kernel, and adapters before the step, so reading
-    them waits for no kernel.
+    them waits for no kernel. The next kernel is the layer's own product, which prefetches its weights.
     """
+    release_consumers(USE_PDL)
     row = tl.program_id(0)
     features = tl.program_id(1) * RANK + tl.arange(0, RANK)
     split = tl.program_id(2)
@@ -63,7 +64,6 @@ def shrink_row_kernel(
     first = split * SPAN + columns
     a = tl.load(a_rows + first[None, :], mask=has_own & (first < K)[None, :], other=0.0)
     wait_for_producers(USE_PDL)
-    release_consumers(USE_PDL)
     if has_own:
         x_row = x_ptr + row.to(tl.int64) * K
         x = tl.load(x_row + first, mask=first < K, other=0.0)
