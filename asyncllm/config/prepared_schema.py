@@ -5,6 +5,7 @@ Only schemas are rewritten, since a property may be named `format` and a constan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ FORMATS = {
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 
 
+NAMES = re.compile(r"\^(?:([\w-]+)|\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\))\$")
+"""A pattern of names written out."""
 JOINED = {"allOf", "dependentSchemas", "else", "if", "not", "then", "unevaluatedProperties"}
 CASES = {"$ref", "anyOf", "oneOf"}
 OBJECT = {"properties", "required"}
@@ -57,10 +60,30 @@ def _respelled(schema: Any) -> Any:
     if isinstance(tag, Mapping) and isinstance(tag.get("propertyName"), str) and isinstance(made.get("oneOf"), list):
         # A tag with a default is optional in the schema; an answer without it would match every variant.
         made["oneOf"] = [{"allOf": [each, {"required": [tag["propertyName"]]}]} for each in made["oneOf"]]
+    if isinstance(made.get("patternProperties"), Mapping):
+        _name_patterns(made)
     if made.get("nullable") is True and isinstance(made.get("type"), str | list):
         del made["nullable"]
         return {"anyOf": [made, {"type": "null"}]}
     return made
+
+
+def _name_patterns(made: dict[str, Any]) -> None:
+    """Turn patterns that match only names written out, such as ^a$ and ^(a|b)$, into properties. To the library they
+    allow a further property behind one that has such a name, and then no name for it."""
+    patterns = dict(made["patternProperties"])
+    properties = dict(made["properties"]) if isinstance(made.get("properties"), Mapping) else {}
+    for pattern in list(patterns):
+        names = NAMES.fullmatch(pattern)
+        if names is None:
+            continue
+        schema = patterns.pop(pattern)
+        for name in (names[1] or names[2]).split("|"):
+            properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+    made["patternProperties"], made["properties"] = patterns, properties
+    for keyword in ("patternProperties", "properties"):
+        if not made[keyword]:
+            del made[keyword]
 
 
 def _closed(schema: Any) -> Any:

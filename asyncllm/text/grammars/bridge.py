@@ -110,6 +110,8 @@ class GrammarCompiler:
         try:
             text = self._text(spec, spaced=spaced or self._spaced)
             matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        except InvalidParameter:
+            raise
         except ValueError:
             # The library's message repeats its input.
             raise InvalidParameter(
@@ -148,8 +150,9 @@ class GrammarCompiler:
                     try:
                         source = gbnf_to_lark(source)
                     except Exception as error:  # its parser raises any kind of error
+                        reason = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
                         raise InvalidParameter(
-                            f"The grammar is not valid GBNF ({type(error).__name__}). Correct it, or send Lark.",
+                            f"The grammar is not valid GBNF: {reason}. Correct it, or send Lark.",
                             spec.field,
                         ) from None
                 return LLMatcher.grammar_from_lark(source)

@@ -298,6 +298,11 @@ def test_broken_patterns_are_refused(compiler: GrammarCompiler, response_format:
         compiler.compile(spec_of(response_format), spaced=False)
 
 
+def test_a_rule_that_is_missing_is_named(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidParameter, match="'number' not found"):
+        compiler.compile(spec_of({"type": "grammar", "grammar": "root ::= number"}), spaced=False)
+
+
 HEAVY: list[Any] = [
     {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(1000)}},
     {"type": "string", "enum": [f"item {number}" for number in range(5000)]},
@@ -379,6 +384,28 @@ def test_objects_that_name_their_properties_have_no_others(compiler: GrammarComp
         {"$defs": {"p": point}, **other, "$ref": "#/$defs/p"},
     ):
         assert takes(compiler, schema_spec(two), '{"y": 2, "x": 1}'), two
+
+
+@pytest.mark.parametrize("pattern", ["^score$", "^(score|tag)$", "^(?:score)$"])
+def test_patterns_of_names_are_properties(compiler: GrammarCompiler, pattern: str) -> None:
+    spec = schema_spec(
+        {
+            "properties": {"score": {"type": "integer"}, "name": {"type": "string"}},
+            "required": ["score"],
+            "patternProperties": {pattern: {"minimum": 5}},
+            "additionalProperties": False,
+        }
+    )
+    progress = AnswerGrammar(compiler.compile(spec, spaced=False), GrammarStart()).start(())
+    for token in TOKENIZER.encode('{"score": 7, "name": "a"', add_bos=False):
+        progress.consume(token)
+    words = np.zeros(-(-VOCAB // 32), np.int32)
+    progress.fill(words)
+    assert progress.error is None
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB])
+    assert ("," in {TOKENIZER.decode([int(token)]).strip() for token in allowed}) is ("tag" in pattern)
+    assert takes(compiler, spec, '{"score": 7}')
+    assert not takes(compiler, spec, '{"score": 3}')
 
 
 def test_formats_of_other_standards_are_notes(compiler: GrammarCompiler) -> None:
