@@ -79,8 +79,8 @@ class ShortConvolution(StateLayer):
         """`sampled`: return only these rows [R, hidden]; the states of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: kernels.States = step.caches[self.layer]
-        before, behind, values = self.gates(x, step).chunk(3, -1)
-        y = behind * self.conv(before * values, cache.tensors[0], step.states(cache), silu=False)
+        before, after, values = self.gates(x, step).chunk(3, -1)
+        y = after * self.conv(before * values, cache.tensors[0], step.states(cache), silu=False)
         if sampled is not None:
             y, step = kernels.gather_rows(y, sampled.indices), sampled.inputs
         out: Tensor = self.out(y, step)

@@ -90,10 +90,10 @@ class FalconH1(DecoderLM):
         fields = hf.decoder(architecture, max_position=8192, norm_eps=1e-5)
         bias = hf.flag("attention_bias", False)
         inner = hf.optional_integer("mamba_d_ssm", 1024)
-        behind = hf.flag("mamba_norm_before_gate", True)
+        norm_before_gate = hf.flag("mamba_norm_before_gate", True)
         gate: Gate = "alone"
         if hf.flag("mamba_rms_norm", False):
-            gate = "after_norm" if behind else "before_norm"
+            gate = "after_norm" if norm_before_gate else "before_norm"
         return FalconH1Config(
             **fields,
             **mamba_fields(hf, fields["hidden_size"], inner),

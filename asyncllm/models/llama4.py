@@ -84,7 +84,7 @@ class Llama4(DecoderLM):
         hf.expect("hidden_act", "silu")
         fields = hf.decoder(architecture, max_position=131072, theta=500000.0, norm_eps=1e-5, head_dim=128)
         if fields["rope"].attention_factor != 1:
-            hf.unsupported("rope_scaling", "Its factor of cosines and sines would be lost in the norm behind them.")
+            hf.unsupported("rope_scaling", "Its factor of cosines and sines would be lost in the norm after them.")
         num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
         size = fields["intermediate_size"]
         fields["intermediate_size"] = hf.integer("intermediate_size_mlp", 16384)

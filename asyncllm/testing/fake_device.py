@@ -510,7 +510,7 @@ class FakeDevice:
         while (token,) in banned or token not in allowed:
             token = (token + 1) % self.limits.vocab_size
         if state.num_told != len(history):
-            raise self._violation(step, slot, f"samples behind {len(history)} tokens, and knows of {state.num_told}")
+            raise self._violation(step, slot, f"samples after {len(history)} tokens, and knows of {state.num_told}")
         state.num_told += 1
         state.last_token = token
         output.slots.append(slot)

@@ -184,7 +184,7 @@ def split_marks(text: str) -> list[tuple[str, str]]:
     """Return the texts before and after the marks of images and videos, each with the template's own text for the
     preceding image."""
     pieces = (piece.rpartition(OWN_END) for piece in _ANY_MARK.split(text))
-    return [(own, behind) for own, _, behind in pieces]
+    return [(own, after) for own, _, after in pieces]
 
 
 def parts_of(text: str, kinds: Mapping[str, str] = KINDS) -> list[dict[str, str]]:

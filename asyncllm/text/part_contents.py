@@ -56,11 +56,11 @@ def with_own_places(text: str, written: Mapping[str, str]) -> str:
 
 def _written_for(template: JinjaTemplate, kind: str) -> str:
     """Return what the template writes for an image between two texts; empty if it omits images."""
-    before, behind = ({"type": "text", "text": text} for text in _AROUND)
+    before, after = ({"type": "text", "text": text} for text in _AROUND)
     try:
         without, text = (
             template.render(
-                [{"role": "user", "content": [before, *image, behind]}], add_generation_prompt=False, variables={}
+                [{"role": "user", "content": [before, *image, after]}], add_generation_prompt=False, variables={}
             )
             for image in ([], [{"type": kind}])
         )

@@ -41,7 +41,7 @@ def tekken_pipeline(path: Path) -> HubTokenizer:
         words = str(config["pattern"])
         whole = 0 < first < size <= MAX_TOKEN_ID and set(ranks.values()) == set(range(size - first))
         if not whole or b"" in ranks or not names.keys() <= set(range(first)):
-            raise ValueError(f"{len(ranks)} tokens behind {first} special ones do not make {size}")
+            raise ValueError(f"{len(ranks)} tokens after {first} special ones do not make {size}")
         named = {id_: AddedToken(names.get(id_, f"<SPECIAL_{id_}>")) for id_ in range(first)}
         return byte_pair_pipeline(path, ranks, words, named, first=first, prefix=("<s>",))
     except InvalidCheckpoint:

@@ -91,8 +91,8 @@ def padded(arrays: StepArrays, size: MixedSize) -> StepArrays:
 
     def rows(values: NDArray[Any], of_absent: int, of_empty: int) -> NDArray[Any]:
         between = np.full(absent, of_absent, values.dtype)
-        behind = np.full(empty, of_empty, values.dtype)
-        return np.concatenate([values[:num_decode], between, values[num_decode:], behind])
+        after = np.full(empty, of_empty, values.dtype)
+        return np.concatenate([values[:num_decode], between, values[num_decode:], after])
 
     def filled(column: Column, values: NDArray[Any]) -> NDArray[Any]:
         if column.per == "row":

@@ -123,7 +123,7 @@ class ImageInput:
         usual, ((_, first), *others) = self._processor.placeholder, split_marks(text)
         texts = [image.text or usual for image in images] + [usual] * (len(others) - len(images))
         pairs = zip(texts, others, strict=False)
-        kept = [(own if own.strip() == text.strip() else text) + behind for text, (own, behind) in pairs]
+        kept = [(own if own.strip() == text.strip() else text) + after for text, (own, after) in pairs]
         return "".join([first, *kept])
 
     def placed(

@@ -60,7 +60,7 @@ class History:
         if images and images[-1].end > step:
             raise InvalidParameter(
                 f"step={step} is within an image, whose tokens are {images[-1].position} to {images[-1].end - 1}. Cut "
-                f"the session before or behind it.",
+                f"the session before or after it.",
                 "step",
             )
         token_ids, turns, start = self.token_ids[:step], self.turns, 0

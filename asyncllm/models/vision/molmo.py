@@ -45,8 +45,8 @@ def read_molmo(hf: HFConfig) -> Composed:
     hf.expect("weight_tying", False)
     hf.expect("moe_num_experts")
     hf.expect("clip_qkv")
-    behind = hf.flag("norm_after", False)
-    if hf.flag("attention_layer_norm", False) != behind or hf.flag("qkv_bias", False) == behind:
+    norm_after = hf.flag("norm_after", False)
+    if hf.flag("attention_layer_norm", False) != norm_after or hf.flag("qkv_bias", False) == norm_after:
         hf.unsupported("norm_after", "Supported: Molmo-7B-D's and 72B's decoder, and Molmo-7B-O's.")
     text = hf.changed(_text_of(hf))
     tower = molmo_tower(hf.fields)
@@ -69,9 +69,9 @@ def read_molmo(hf: HFConfig) -> Composed:
         end=marks["end"],
         patch=marks["patch"],
         row_end=marks["col"],
-        decoder={**_DECODER, **(_OLMO2 if behind else _QWEN2)},
+        decoder={**_DECODER, **(_OLMO2 if norm_after else _QWEN2)},
     )
-    return Composed(text, "Olmo2ForCausalLM" if behind else "Qwen2ForCausalLM", vision)
+    return Composed(text, "Olmo2ForCausalLM" if norm_after else "Qwen2ForCausalLM", vision)
 
 
 def _text_of(hf: HFConfig) -> dict[str, Any]:

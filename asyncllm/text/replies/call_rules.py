@@ -88,15 +88,15 @@ class CallRules(Lark):
 
     def listed(self, entries: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return the rule for entries in order. Each is (rule, whether it is required)."""
-        behind = following = '""'
+        listed = following = '""'
         for entry, needed in reversed(entries):
             first = f"{entry} {following}" if following != '""' else entry
             later = f"{self.literal(separator)} {first}"
-            behind, following = (
-                self.rule(first if needed else f"{first} | {behind}"),
+            listed, following = (
+                self.rule(first if needed else f"{first} | {listed}"),
                 self.rule(later if needed else f"{later} | {following}"),
             )
-        return behind
+        return listed
 
     def several(self, each: str, between: str, after: str) -> str:
         """Return the rule for one call, or for several if they are allowed."""
@@ -172,8 +172,8 @@ def tagged(
 
         def written(tool: CalledTool, name: str) -> str:
             key = {KEY: grammar.literal(name)}
-            front, _, behind = parameter.partition(VALUE)
-            lead, _, rest = behind.partition(closer)
+            front, _, tail = parameter.partition(VALUE)
+            lead, _, rest = tail.partition(closer)
             text = _as_text(grammar, tool, name, lead, closer, is_marked=bool(json_parameter))
             if text is None:
                 value = {VALUE: grammar.part(tool, name)}
