@@ -13,11 +13,14 @@ from asyncllm.text.config_overrides import overridden
 from asyncllm.vl.families import deepseek_vl, gemma, llava, published, qwen, tiles
 from asyncllm.vl.known_towers import tower_settings
 from asyncllm.vl.prepared_images import PreparedImages
+from asyncllm.vl.processing.gemma4 import Gemma4Processor
 from asyncllm.vl.processing.lfm2_vl import Lfm2VlProcessor
 from asyncllm.vl.processing.qwen import QwenProcessor
 from asyncllm.vl.processing.settings import Preparation
 
 __all__ = ["open_images", "open_processor"]
+
+_BySquares = Gemma4Processor | Lfm2VlProcessor | QwenProcessor
 
 
 def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor | None:
@@ -46,7 +49,7 @@ def open_processor(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
         )
     try:
         processor = make(fields, settings, str(file))
-        if isinstance(processor, QwenProcessor | Lfm2VlProcessor):
+        if isinstance(processor, _BySquares):
             _check_squares(name, processor, fields)
         return processor
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -62,17 +65,17 @@ def open_images(folder: Path, overrides: Mapping[str, Any] | None = None) -> Pre
     return None if processor is None else PreparedImages(processor)
 
 
-def _check_squares(name: str, processor: QwenProcessor | Lfm2VlProcessor, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if images are cut into other squares than config.json says."""
+def _check_squares(name: str, processor: _BySquares, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if images are cut into other squares of patches than config.json says."""
     decoder = fields.get("thinker_config") or fields
-    tower = decoder.get("vision_config") or {}
-    usual = 16 if name.startswith(("Lfm2", "Qwen3")) else 14
-    merge = fields.get("downsample_factor") if name.startswith("Lfm2") else tower.get("spatial_merge_size")
-    sides = tower.get("patch_size") or usual, merge or 2
-    if sides != (processor.patch, processor.merge):
+    tower = {**decoder, **(decoder.get("vision_config") or {})}
+    key = {Gemma4Processor: "pooling_kernel_size", Lfm2VlProcessor: "downsample_factor"}.get(type(processor))
+    patch = tower.get("patch_size") or (16 if name.startswith(("Gemma4", "Lfm2", "Qwen3")) else 14)
+    merge = tower.get(key or "spatial_merge_size") or (3 if name.startswith("Gemma4") else 2)
+    if (patch, merge) != (processor.patch, processor.merge):
         raise ValueError(
-            f"{sides[1]} x {sides[1]} patches of {sides[0]} pixels a token, and {processor.merge} x {processor.merge} "
-            f"of {processor.patch}"
+            f"{merge} x {merge} patches of {patch} pixels a token, and {processor.merge} x {processor.merge} of "
+            f"{processor.patch}"
         )
 
 

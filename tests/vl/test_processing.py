@@ -341,6 +341,19 @@ def test_settings_that_are_refused(changed: dict[str, Any] | None, error: type, 
         open_processor(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision", "gemma3", "got_ocr2", "llama4", "ovis2"])
+def test_pictures_have_the_towers_size(kind: str, tmp_path: Path) -> None:
+    """A tower takes one size, which two files name."""
+    source = folder_of(kind)
+    for file in ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text((source / file).read_text())
+    assert open_processor(tmp_path) is not None
+    fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, "size": {"height": 36, "width": 36}}))
+    with pytest.raises(InvalidCheckpoint, match=r"size = .*the tower's image_size in config"):
+        open_processor(tmp_path)
+
+
 def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
     fields, _ = original_llava(json.loads((folder_of("llava") / "config.json").read_text()), {})
     tower = fields.pop("vit/tiny")
@@ -366,7 +379,7 @@ def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
     [
         ("llava", {"vision_config": [1]}),
         ("llava", {"vision_config": {"image_size": "x"}}),
-        ("got_ocr2", {"vision_config": {"patch_size": 0}}),
+        ("got_ocr2", {"vision_config": {"image_size": 64, "patch_size": 0}}),
         ("qwen2_5_omni", {"thinker_config": "x"}),
         ("onevision", {"vision_aspect_ratio": "anyres_max_x"}),
         ("llava", {"vision_config": {"image_size": 56, "patch_size": 7}}),
@@ -376,6 +389,7 @@ def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:
         ("qwen2_5_omni", {"thinker_config": {"vision_config": {"spatial_merge_size": 3}}}),
         ("lfm2_vl", {"vision_config": {"patch_size": 8}}),
         ("lfm2_vl", {"downsample_factor": 1}),
+        ("gemma4_vision", {"vision_config": {"patch_size": 4, "pooling_kernel_size": 1}}),
     ],
 )
 def test_what_a_damaged_config_says_of_images(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.vl.image_tokens import image_token, token_of
 from asyncllm.vl.known_towers import tower_of
@@ -26,10 +25,10 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def _aya_vision(
     fields: Fields, settings: Fields, where: str, kind: type[TileProcessor] = AyaVisionProcessor
 ) -> ImageProcessor:
-    vision = tower_of(fields)
-    side = vision["image_size"]
+    vision, read = tower_of(fields), PictureSettings(settings, where)
+    side = read.tower_side(vision["image_size"])
     return kind(
-        PictureSettings(settings, where),
+        read,
         token_id=image_token(fields, 255036),
         placeholder="<|START_OF_IMG|><|IMG_PATCH|><|END_OF_IMG|>",
         before=(),
@@ -47,9 +46,10 @@ def _cohere2_vision(fields: Fields, settings: Fields, where: str) -> ImageProces
 
 def _got_ocr2(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = {"image_size": 1024, "patch_size": 16, **(fields.get("vision_config") or {})}
-    side = vision["image_size"]
+    read = PictureSettings(settings, where)
+    side = read.tower_side(vision["image_size"])
     return TileProcessor(
-        PictureSettings(settings, where),
+        read,
         token_id=image_token(fields, 151859),
         placeholder="<img><imgpad></img>\n",
         before=(),
@@ -108,20 +108,20 @@ def _lfm2_vl(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
 
 def _llama4(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = PictureSettings(fields["vision_config"], "config.json")
-    patches = vision.side("image_size", 448) // vision.side("patch_size", 14)
+    side = vision.side("image_size", 448)
+    patches = side // vision.side("patch_size", 14)
     return Llama4Processor(
         PictureSettings(settings, where, mean=HALVES, std=HALVES, resample=Image.Resampling.BILINEAR),
         token_id=image_token(fields, 200092),
         tokens=round((patches * vision.number("pixel_shuffle_ratio", 0.5)) ** 2),
+        side=side,
     )
 
 
 def _ovis2(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json: vision_config")
     read = PictureSettings(settings, where)
-    side = read.side("size", 384)
-    if side != vision.side("image_size", 224):
-        raise InvalidCheckpoint(f"{where}: size is {side}, unlike the tower's image_size in config.json. Correct it.")
+    side = read.tower_side(vision.side("image_size", 224))
     patches = side // vision.side("patch_size", 14)
     return Ovis2Processor(
         read,

@@ -29,7 +29,7 @@ class Gemma3Processor(ImageProcessor):
     def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:
         """`tokens`: tokens of a picture. `side`: the side of the tower's pictures in pixels."""
         self.settings, self.token_id, self.joint = settings, token_id, tokens
-        self._edge = settings.side("size", side)
+        self._edge = settings.tower_side(side)
         self._crops = settings.fields.get("do_pan_and_scan") is True
         self._min_side = settings.integer("pan_and_scan_min_crop_size", 256)
         self._max_crops = settings.integer("pan_and_scan_max_num_crops", 4, maximum=64)

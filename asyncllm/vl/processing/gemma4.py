@@ -33,13 +33,13 @@ class Gemma4Processor(ImageProcessor):
         self.settings, self.token_id, self.placeholder = settings, token_id, placeholder
         self.before, self.after = before, after
         self.patch = settings.integer("patch_size", 16, maximum=1024)
-        self.pool = settings.integer("pooling_kernel_size", 3, maximum=64)
+        self.merge = settings.integer("pooling_kernel_size", 3, maximum=64)
         self.max_tokens = settings.integer("max_soft_tokens", 280, maximum=2**14)
         self.joint = self.max_tokens if sees_whole else 0
 
     def prepare(self, image: Any, options: Mapping[str, Any]) -> PromptImage:
         refuse_options(options)
-        loaded, patch, pool = load_image(image), self.patch, self.pool
+        loaded, patch, pool = load_image(image), self.patch, self.merge
         rows, columns = self._squares(loaded.height, loaded.width)
         side = patch * pool
         patches = cut_squares(resized(loaded, rows * side, columns * side, self.settings.resample), patch, pool)
@@ -54,8 +54,8 @@ class Gemma4Processor(ImageProcessor):
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of squares. Raises InvalidMessage if the image is too narrow for them."""
-        side = self.patch * self.pool
-        factor = math.sqrt(self.max_tokens * self.pool**2 * self.patch**2 / (height * width))
+        side = self.patch * self.merge
+        factor = math.sqrt(self.max_tokens * self.merge**2 * self.patch**2 / (height * width))
         rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
         if rows == 0:
             columns = min(width // height, self.max_tokens)

@@ -31,10 +31,10 @@ class Llama4Processor(ImageProcessor):
 
     placeholder = BEGIN + WHOLE + PLACE + END
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int) -> None:
-        """`tokens`: tokens of a tile."""
+    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, side: int) -> None:
+        """`tokens`: tokens of a tile. `side`: its side in pixels."""
         self.settings, self.token_id, self._tokens = settings, token_id, tokens
-        self._side = settings.side("size", 336)
+        self._side = settings.tower_side(side)
         self._max_tiles = settings.integer("max_patches", 16, maximum=MAX_TILES)
         self._largest = settings.fields.get("resize_to_max_canvas", False) is True
 

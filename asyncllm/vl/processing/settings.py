@@ -113,6 +113,12 @@ class PictureSettings:
             self._refuse(key, "where the side of a square belongs")
         return int(value)
 
+    def tower_side(self, side: int) -> int:
+        """Return `side`, that of a tower's pictures in pixels. Raises InvalidCheckpoint if `size` is another."""
+        if self.side("size", side) != side:
+            self._refuse("size", f"where the tower's image_size in config.json, {side}, belongs")
+        return side
+
     def numbers(self, pictures: NDArray[np.uint8]) -> Pixels:
         """Convert pictures [..., height, width, 3] uint8 to [..., 3, height, width] float32."""
         *leading, height, width, colours = pictures.shape
