@@ -22,7 +22,7 @@ from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups, ShrunkRows
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_groups import expand_groups, shrink_groups
-from asyncllm.kernels.triton.lora_rows import MAX_RANK, expand_rows, part_of, shrink_rows, sizes_of
+from asyncllm.kernels.triton.lora_rows import MAX_RANK, expand_rows, layout_of, part_of, shrink_rows, sizes_of
 
 __all__ = [
     "BLOCK_K",
@@ -200,7 +200,7 @@ def _shrink_tiles(x: Tensor, slots: Tensor, lora: LoRAWeights, splits: int) -> T
             K=k,
             SLOT_STRIDE=lora.a.stride(0),
             BLOCK_K=BLOCK_K,
-            **_sizes_of_tiles(h, lora),
+            **_tiles_of(h, lora),
         )
     return h
 
@@ -216,17 +216,14 @@ def _expand_tiles(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights) -> Non
             SLOT_STRIDE=lora.b.stride(0),
             BLOCK_N=BLOCK_N,
             **sizes_of(lora),
-            **_sizes_of_tiles(h, lora),
+            **_tiles_of(h, lora),
         )
 
 
-def _sizes_of_tiles(h: Tensor, lora: LoRAWeights) -> dict[str, Any]:
-    rank = lora.b.shape[-1]
+def _tiles_of(h: Tensor, lora: LoRAWeights) -> dict[str, Any]:
     return {
-        "WIDTH": h.shape[2],
-        "RANK": rank,
-        "RANKS_STRIDE": lora.ranks.stride(0),
         "BLOCK_T": BLOCK_T,
-        "BLOCK_R": min(rank, _BLOCK_R),
+        "BLOCK_R": min(lora.b.shape[-1], _BLOCK_R),
         "SPLITS": len(h),
+        **layout_of(lora),
     }

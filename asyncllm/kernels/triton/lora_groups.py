@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncllm.kernels.lora import GROUP, LoRAWeights, RowGroups
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.lora_rows import SPAN, part_of, sizes_of, splits_of
+from asyncllm.kernels.triton.lora_rows import SPAN, layout_of, part_of, sizes_of, splits_of
 
 __all__ = [
     "A_NUMBERS",
@@ -168,36 +168,31 @@ def shrink_groups(x: Tensor, groups: RowGroups, lora: LoRAWeights) -> Tensor:
             (x, *groups, lora.a, lora.ranks, h),
             (tokens,),
             K=k,
-            WIDTH=width,
-            RANK=rank,
             SLOT_STRIDE=lora.a.stride(0),
-            RANKS_STRIDE=lora.ranks.stride(0),
             GROUP=GROUP,
             SPAN=span,
             BLOCK_K=min(span, A_NUMBERS // rank),
+            **layout_of(lora),
         )
     return h
 
 
 def expand_groups(y: Tensor, h: Tensor, groups: RowGroups, lora: LoRAWeights) -> None:
     """Apply `kernels.expand_lora` to contiguous y [R, out], with h of `shrink_groups`."""
-    splits, tokens, width = h.shape
-    rank = lora.b.shape[-1]
-    block = B_NUMBERS // rank
+    splits, tokens, _ = h.shape
+    block = B_NUMBERS // lora.b.shape[-1]
     if tokens:
         launch(
             expand_group_kernel,
             (_most_groups(tokens, lora), sum(triton.cdiv(size, block) for size in lora.sizes), 1),
             (h, *groups, lora.b, lora.ranks, y),
             (tokens,),
-            WIDTH=width,
-            RANK=rank,
             SLOT_STRIDE=lora.b.stride(0),
-            RANKS_STRIDE=lora.ranks.stride(0),
             GROUP=GROUP,
             BLOCK_N=block,
             SPLITS=splits,
             **sizes_of(lora),
+            **layout_of(lora),
         )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "SPAN",
     "expand_row_kernel",
     "expand_rows",
+    "layout_of",
     "part_of",
     "shrink_row_kernel",
     "shrink_rows",
@@ -134,6 +135,11 @@ def splits_of(features: int) -> int:
     return -(-features // SPAN)
 
 
+def layout_of(lora: LoRAWeights) -> dict[str, Any]:
+    """Return the constexprs of all kernels: the slots' WIDTH and RANK, and the distance of their ranks in memory."""
+    return {"WIDTH": lora.a.shape[1], "RANK": lora.b.shape[-1], "RANKS_STRIDE": lora.ranks.stride(0)}
+
+
 def sizes_of(lora: LoRAWeights) -> dict[str, Any]:
     """Return the constexprs that tell a kernel the parts of the output, as `part_of` takes them."""
     sizes = (*lora.sizes, *[0] * (MAX_PARTS - len(lora.sizes)))
@@ -153,33 +159,28 @@ def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
             (x, slots, lora.a, lora.ranks, h),
             (tokens,),
             K=k,
-            WIDTH=width,
-            RANK=rank,
             SLOT_STRIDE=lora.a.stride(0),
-            RANKS_STRIDE=lora.ranks.stride(0),
             SPAN=span,
             BLOCK_K=min(span, _NUMBERS // rank),
+            **layout_of(lora),
         )
     return h
 
 
 def expand_rows(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
     """Apply `kernels.expand_lora` to contiguous y [R, out], with h of `shrink_rows`."""
-    splits, tokens, width = h.shape
-    rank = lora.b.shape[-1]
-    block = _NUMBERS // rank
+    splits, tokens, _ = h.shape
+    block = _NUMBERS // lora.b.shape[-1]
     if tokens:
         launch(
             expand_row_kernel,
             (tokens, sum(triton.cdiv(size, block) for size in lora.sizes), 1),
             (h, slots, lora.b, lora.ranks, y),
             (tokens,),
-            WIDTH=width,
-            RANK=rank,
             SLOT_STRIDE=lora.b.stride(0),
-            RANKS_STRIDE=lora.ranks.stride(0),
             BLOCK_N=block,
             SPLITS=splits,
             ALL_SPLITS=triton.next_power_of_2(splits),
             **sizes_of(lora),
+            **layout_of(lora),
         )
