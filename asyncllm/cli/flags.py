@@ -52,7 +52,7 @@ ALIASES = {
 }
 """Field -> LMDeploy's names for its option."""
 
-ALONE = {"adapters": "default"}
+DEFAULT_NAMES = {"adapters": "default"}
 """Field of pairs -> name of a single value that is given without one, as in LMDeploy."""
 
 Config = TypeVar("Config", EngineConfig, GenerationConfig, ChatTemplateConfig, ServerConfig, DistributorConfig)
@@ -107,7 +107,7 @@ def add(
         annotation, description = _unwrap(hints[name])
         options = _spelled(name), *ALIASES.get(name, ())
         help_text = f"{description} Default: {shown[name]}.".replace("%", "%%")
-        kind = _kind(annotation, several, name in ALONE)
+        kind = _kind(annotation, several, name in DEFAULT_NAMES)
         parser.add_argument(*options, dest=name, default=defaults.get(name, argparse.SUPPRESS), help=help_text, **kind)
 
 
@@ -133,7 +133,7 @@ def load(namespace: argparse.Namespace, config: type[Config], **fixed: Any) -> C
                         f"stands before the option.",
                         name,
                     )
-                fields[name] = {ALONE[name]: fields[name][None]}
+                fields[name] = {DEFAULT_NAMES[name]: fields[name][None]}
     return config.from_dict({**fields, **fixed}).checked()
 
 
@@ -152,8 +152,8 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _kind(annotation: Any, several: bool, alone: bool) -> dict[str, Any]:
-    """Return the `add_argument` keywords for a field's type. `alone`: a value may be given without its name."""
+def _kind(annotation: Any, several: bool, unnamed: bool) -> dict[str, Any]:
+    """Return the `add_argument` keywords for a field's type. `unnamed`: a value may be given without its name."""
     inner = _without_none(annotation)
     optional = inner is not annotation
     origin = typing.get_origin(inner)
@@ -170,8 +170,8 @@ def _kind(annotation: Any, several: bool, alone: bool) -> dict[str, Any]:
     if origin is dict:
         key, value = (_unwrap(each)[0] for each in typing.get_args(inner))
         action = {"action": "extend", "nargs": "+"} if several else {"action": "append"}
-        metavar = "[NAME=]VALUE" if alone else "NAME=VALUE"
-        return {**action, "type": _pair(key, value, several, alone), "metavar": metavar}
+        metavar = "[NAME=]VALUE" if unnamed else "NAME=VALUE"
+        return {**action, "type": _pair(key, value, several, unnamed), "metavar": metavar}
     return {"type": _or_none(inner) if optional else inner, "metavar": inner.__name__.upper()}
 
 
@@ -183,13 +183,13 @@ def _or_none(kind: Any) -> Any:
     return parse
 
 
-def _pair(key: Any, value: Any, several: bool, alone: bool) -> Any:
+def _pair(key: Any, value: Any, several: bool, unnamed: bool) -> Any:
     def parse(text: str) -> dict[Any, Any]:
         whole = _json_or_text(text) if value is Any else None
         if isinstance(whole, dict):
             return whole
         name, equals, rest = text.partition("=")
-        if not equals and alone:
+        if not equals and unnamed:
             return {None: value(text)}
         if not equals:
             hint = ". A model's name stands before the option" if several else ""

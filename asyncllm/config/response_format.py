@@ -136,7 +136,7 @@ def _white_space(pattern: object) -> str | None:
         return None
     if not isinstance(pattern, str) or not WHITE_SPACE.fullmatch(pattern):
         raise InvalidParameter(
-            "The whitespace_pattern is an expression of blanks, tabs and line ends alone, as in '[ ]?', of up to "
+            "The whitespace_pattern is an expression of blanks, tabs and line ends only, as in '[ ]?', of up to "
             f"{MAX_WHITE_SPACE} characters; empty: there is no white space. Correct it.",
             FIELD,
         )

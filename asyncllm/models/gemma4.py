@@ -129,7 +129,7 @@ class Gemma4(LayerInputLM):
             return super().attention(layer)
         heads = replace(self.attention_config(layer), num_kv_heads=config.full_kv_heads, head_dim=config.full_head_dim)
         attention = self.own_or_borrowed(layer, heads, keys_as_values=config.keys_as_values)
-        # An image's tokens see each other in windows alone.
+        # An image's tokens see each other only in windows.
         attention.sees_ahead = False
         return attention
 

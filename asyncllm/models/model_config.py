@@ -71,7 +71,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool
     """Whether the output embedding shares the token embedding's table."""
     stored_as_head: bool = False
-    """The table that both read is stored under the output embedding's name alone. Written by `head.resolve_head`."""
+    """The table that both read is stored only under the output embedding's name. Written by `head.resolve_head`."""
     has_head: bool = True
     """Whether there is an output embedding. Without one the model computes hidden states but no tokens. Written by
     `head.resolve_head`."""

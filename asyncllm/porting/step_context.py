@@ -42,7 +42,7 @@ def make_step_context(
     specs: Sequence[CacheSpec] = [PagedKVSpec(num_key_value_heads, head_size)] * num_layers
     if model is not None:
         if model.vision is not None:
-            raise UnsupportedFeature("model: one that reads images cannot run on a context of tokens alone.", "model")
+            raise UnsupportedFeature("model: one that reads images cannot run on tokens only.", "model")
         specs = model.cache_specs
         parameter = next(each for each in model.parameters() if each.is_floating_point())
         device, dtype = parameter.device, parameter.dtype

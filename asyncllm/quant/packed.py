@@ -204,7 +204,7 @@ class Packed(LinearMethod):
         limit: float | None = None,
     ) -> Tensor:
         if limit is not None:
-            raise UnsupportedModel("Experts of few bits have SwiGLU alone. Use the checkpoint in bfloat16.")
+            raise UnsupportedModel("Experts of few bits support only SwiGLU. Use the checkpoint in bfloat16.")
         if self.invariant:
             first, second = (expand_stack(self.weight(each), x.dtype) for each in (gate_up, down))
             return kernels.fused_experts_invariant(x, first, second, weights, expert_ids)

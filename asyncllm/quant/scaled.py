@@ -188,7 +188,7 @@ class Scaled(LinearMethod):
         limit: float | None = None,
     ) -> Tensor:
         if limit is not None:
-            raise UnsupportedModel("Experts of 8 bits have SwiGLU alone. Use the checkpoint in bfloat16.")
+            raise UnsupportedModel("Experts of 8 bits support only SwiGLU. Use the checkpoint in bfloat16.")
         if self.invariant:
             first, second = (expand(_weight(each), x.dtype) for each in (gate_up, down))
             return kernels.fused_experts_invariant(x, first, second, weights, expert_ids)

@@ -289,8 +289,8 @@ async def test_every_spelling_of_an_image(engine: AsyncEngine, tmp_path: Any) ->
         (("what?", [picture(1)] * 300), InvalidMessage, "300 images"),
         (("what?", picture(1), picture(2)), InvalidMessage, "tuple of two"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], InvalidMessage, "names no image"),
-        ([{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}], UnsupportedFeature, "images alone"),
-        ([{"role": "user", "content": [{"type": "video", "video": [picture(1)]}]}], UnsupportedFeature, "images alone"),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}], UnsupportedFeature, "only images"),
+        ([{"role": "user", "content": [{"type": "video", "video": [picture(1)]}]}], UnsupportedFeature, "only images"),
         (
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}],
             UnsupportedFeature,

@@ -90,8 +90,7 @@ class ImageInput:
             return await self._offload(prepare, IMAGE_SIZE, owner)
         if not isinstance(preparation.processor, VideoProcessor):
             raise UnsupportedFeature(
-                "The prompt has a video, and this model's family is given images alone. Send some of its frames as "
-                "images.",
+                "The prompt has a video, and this model takes only images. Send some of its frames as images.",
                 "messages",
             )
         count = len(source.image) if isinstance(source.image, list | tuple) else FILE_FRAMES

@@ -14,7 +14,7 @@ Anthropic's routes have `{"type": "error", "error": {"type", "message"}}`, and O
     503 unavailable_error         the server starts, drains, or its engine has died; Retry-After says when to come back
     504 timeout_error             the request's own timeout is over
 
-Statuses and codes are OpenAI's where it has them. An internal error tells its class in the log alone.
+Statuses and codes are OpenAI's where it has them. The class of an internal error is only in the log.
 """
 
 from __future__ import annotations
