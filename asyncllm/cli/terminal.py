@@ -13,9 +13,12 @@ from asyncllm.shown import in_terminal, to_stderr
 __all__ = ["CHAT_HELP", "Conversation", "Piece", "converse", "print_answer"]
 
 CHAT_HELP = (
-    "Type a message. Ctrl-C stops an answer, /image FILE adds an image, /reset forgets the conversation, exit or "
-    "Ctrl-D leaves."
+    "Type a message. Ctrl-C stops an answer, /image FILE adds an image, /reset or end forgets the conversation, exit "
+    "or Ctrl-D leaves."
 )
+
+FORGETS = ("/reset", "end")
+"""Lines that begin anew; the second is LMDeploy's."""
 
 COMMAND = re.compile(r"/[a-z]+")
 """A line of this form is not a message: a mistyped command must not be sent to a model."""
@@ -51,7 +54,7 @@ def converse(name: str, conversation: Conversation) -> None:
     _edit_lines()
     while (text := _ask()) is not None:
         try:
-            if text == "/reset":
+            if text in FORGETS:
                 conversation.forget()
                 print("(forgotten)")
             elif text == "/image":

@@ -193,8 +193,9 @@ class TestChat:
             # Python's input() misses a signal that comes between the prompt and its first read.
             terminal.type("\x03")
         terminal.expect("> ")
-        terminal.type("/reset\n")
-        terminal.expect(r"\(forgotten\)\r\n> ")
+        for forgets in ("/reset", "end"):
+            terminal.type(f"{forgets}\n")
+            terminal.expect(r"\(forgotten\)\r\n> ")
         terminal.type("exit\n")
         assert terminal.process.wait(timeout=20) == 0
 
