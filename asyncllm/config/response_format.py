@@ -10,6 +10,7 @@ from typing import Any, Literal, get_origin
 import msgspec
 
 from asyncllm.config.json_schema import MAX_CHOICES, MAX_SCHEMA, checked_schema
+from asyncllm.config.structural_tag import checked_tag
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
 __all__ = ["GrammarSpec", "as_response_format", "grammar_of"]
@@ -31,10 +32,10 @@ WHITE_SPACE = re.compile(
 class GrammarSpec(msgspec.Struct, frozen=True):
     """The grammar of an answer."""
 
-    kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "tags", "calls"]
     source: str
-    """JSON text of a schema or of a list of choices; otherwise the pattern or grammar itself. For tool calls it is Lark
-    with the rule `answer`."""
+    """JSON text of a schema, a list of choices or a structural tag's part; otherwise the pattern or grammar itself. For
+    tool calls it is Lark with the rule `answer`."""
     white_space: str | None = None
     """For a schema: the regular expression of white space between JSON's tokens, if it is not the default."""
 
@@ -97,10 +98,12 @@ def grammar_of(value: Mapping[str, Any] | None) -> GrammarSpec | None:
             return GrammarSpec("grammar", _text(value.get("grammar"), MAX_GRAMMAR))
         case "choice":
             return _choice(value.get("choice"))
+        case "structural_tag":
+            return GrammarSpec("tags", checked_tag(value.get("structural_tag", value), FIELD))
         case kind:
             raise UnsupportedFeature(
                 f"{FIELD} is of type {short(kind)}. The types are: text, json_object, json_schema, regex_schema, "
-                f"regex, choice, grammar.",
+                f"regex, choice, grammar, structural_tag.",
                 FIELD,
             )
 

@@ -27,7 +27,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """Changes nothing: there is one back end."""
     disable_additional_properties: bool | None = None
     """Changes nothing: an object that names its properties has no others, unless the schema says so."""
-    structural_tag: None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class Structured(Protocol):
@@ -77,7 +77,8 @@ def only_format(
     """
     inner = outputs or StructuredOutputs()
     asked_for = (("json_schema", _wrapped(inner.json)), ("regex", inner.regex), ("choice", inner.choice))
-    forms = [_format(kind, value) for kind, value in (*asked_for, ("grammar", inner.grammar))]
+    further = (("grammar", inner.grammar), ("structural_tag", inner.structural_tag))
+    forms = [_format(kind, value) for kind, value in (*asked_for, *further)]
     forms.append({"type": "json_object"} if inner.json_object else None)
     every = [*(("structured_outputs", form) for form in forms), *fields]
     found = [(name, form) for name, form in every if form is not None and form.get("type") != "text"]

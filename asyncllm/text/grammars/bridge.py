@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, escaped
+from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, Lark, escaped
+from asyncllm.text.grammars.tags import tag_rule
 from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
 
@@ -95,6 +96,7 @@ class GrammarCompiler:
         assert tokenizer.table is not None
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos)), eos_token=list(eos))
         self._limits = LLParserLimits(**LIMITS)
+        self._tokenizer = tokenizer
         self._words = -(-vocab_size // 32)
         self.ends = tuple(eos)
         """Tokens that end an answer."""
@@ -127,6 +129,7 @@ class GrammarCompiler:
     def _text(self, spec: GrammarSpec, *, spaced: bool) -> str:
         from llguidance import LLMatcher
 
+        front = r"/[ \n]{0,2}/ " if spaced else ""
         match spec.kind:
             case "json_schema":
                 schema = json.loads(spec.source)
@@ -134,7 +137,7 @@ class GrammarCompiler:
                 options: Any = {"whitespace_pattern": white_space, **ESCAPES}
                 if spaced:
                     whole = json.dumps({**schema, "x-guidance": options})
-                    return LLMatcher.grammar_from_lark(f"start: /[ \\n]{{0,2}}/ answer\nanswer: %json {whole}")
+                    return LLMatcher.grammar_from_lark(f"start: {front}answer\nanswer: %json {whole}")
                 return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
             case "regex":
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({spec.source})" if spaced else spec.source)
@@ -156,8 +159,11 @@ class GrammarCompiler:
                             spec.field,
                         ) from None
                 return LLMatcher.grammar_from_lark(source)
+            case "tags":
+                rules = Lark(self._tokenizer)
+                rules.rule(tag_rule(rules, spec.source), "answer")
+                return LLMatcher.grammar_from_lark(f"start: {front}answer\n{rules.text}")
             case "calls":
-                front = r"/[ \n]{0,2}/ " if spaced else ""
                 return LLMatcher.grammar_from_lark(f"start: {front}answer\n{spec.source}")
 
     def _check(self, matcher: LLMatcher, field: str) -> None:

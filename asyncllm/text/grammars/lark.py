@@ -17,6 +17,8 @@ __all__ = ["ANY_TEXT", "Lark", "escaped"]
 ANY_TEXT = "/(.|\\n)*/"
 """Any text without special tokens."""
 
+IN_SLASHES = {"/": r"\/", "\n": r"\n"}
+
 REGEX_CHARACTERS = re.compile(r"[^A-Za-z0-9_ ]")
 
 TIGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -95,6 +97,11 @@ class Lark:
     def text_without(self, patterns: Sequence[str]) -> str:
         """Return the rule for any text that none of the regular expressions matches completely."""
         return self.terminal(" & ".join([ANY_TEXT, *(f"~/{pattern}/" for pattern in patterns)]))
+
+    def pattern(self, pattern: str) -> str:
+        """Return the rule for a text that the regular expression matches."""
+        closed = re.sub(r"\\.|/|\n", lambda match: IN_SLASHES.get(match[0], match[0]), pattern, flags=re.DOTALL)
+        return self.terminal(f"/{closed}/")
 
     def json(self, schema: Any, *, white_space: str | None = None, lenient: bool = False) -> str:
         """Return the rule for a JSON value. `white_space`: expression for the space between its tokens; None: as

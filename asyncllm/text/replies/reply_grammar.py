@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,16 +98,11 @@ def _content(rules: Lark, content: GrammarSpec | None) -> str:
             white_space = WHITE_SPACE if content.white_space is None else content.white_space
             return rules.json(json.loads(content.source), white_space=white_space)
         case "regex":
-            closed = re.sub(r"\\.|/|\n", _in_slashes, content.source, flags=re.DOTALL)
-            return rules.terminal(f"/{closed}/")
+            return rules.pattern(content.source)
         case "choice":
             return rules.terminal(f"/{'|'.join(escaped(word) for word in json.loads(content.source))}/")
     raise UnsupportedFeature(
-        "A grammar cannot be combined with tools. Send a schema, a regular expression or a choice, or "
-        "tool_choice='none'.",
+        "A grammar or a structural tag cannot be combined with tools. Send a schema, a regular expression or a choice, "
+        "or tool_choice='none'.",
         "response_format",
     )
-
-
-def _in_slashes(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])

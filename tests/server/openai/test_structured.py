@@ -23,6 +23,18 @@ SCHEMA: dict[str, Any] = {
     "required": ["sum"],
     "additionalProperties": False,
 }
+TAG = json.dumps(
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<b"],
+            "tags": [{"begin": "<b>", "content": {"type": "const_string", "value": "red"}, "end": "</b>"}],
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+    }
+)
 
 
 class Sum(BaseModel):
@@ -62,6 +74,8 @@ SPELLINGS: list[tuple[dict[str, Any], Any]] = [
     ({"regex": "[a-c]{3}"}, re.compile("[a-c]{3}")),
     ({"ebnf": 'root ::= "red" | "blue"'}, re.compile("red|blue")),
     ({"grammar": 'start: "red" | "blue"'}, re.compile("red|blue")),
+    ({"response_format": json.loads(TAG)}, re.compile("<b>red</b>")),
+    ({"structured_outputs": {"structural_tag": TAG}}, re.compile("<b>red</b>")),
 ]
 
 
@@ -86,7 +100,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": {"format": {"type": "x"}}}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": TAG, "regex": "a"}}, "structured_outputs"),
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": 5}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "structures": [{}], "triggers": []}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"guided_json": "{"}, "guided_json"),
