@@ -11,6 +11,7 @@ from asyncllm.locate import locate
 from asyncllm.text import templates
 from asyncllm.text.chat_template import CHECKPOINT, ChatTemplate
 from asyncllm.text.composed_template import BaseChatTemplate
+from asyncllm.text.image_marks import IMAGE_PARTS, VIDEO_PARTS, split_marks, take_images
 from asyncllm.types import Message
 
 __all__ = ["MODELS", "BaseChatTemplate", "ChatTemplateConfig", "CheckpointTemplate"]
@@ -30,7 +31,8 @@ class CheckpointTemplate:
         return self._template.get_prompt(prompt, sequence_start)
 
     def messages2prompt(self, messages: str | Sequence[Message], sequence_start: bool = True, **variables: Any) -> str:
-        """Return the prompt of a conversation. `variables`: the template's, such as tools and enable_thinking.
+        """Return the prompt of a conversation. `variables`: the template's, such as tools and enable_thinking. For
+        parts that are images or videos, with or without one, it holds what the template writes for them.
 
         Raises InvalidMessage for malformed messages, InvalidParameter for variables that the template does not read.
         """
@@ -39,7 +41,20 @@ class CheckpointTemplate:
         if not sequence_start:
             return self._template.messages2prompt(messages, False)
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self._template.render(conversation, variables=variables)
+        marked, _ = take_images([_with_media(message) for message in conversation])
+        text = self._template.render(marked, variables=variables)
+        return "".join(own + behind for own, behind in split_marks(text))
+
+
+def _with_media(message: Message) -> Message:
+    """Return a message whose parts that stand for an image or a video, and hold none, hold an empty one."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    media = (*IMAGE_PARTS, *VIDEO_PARTS)
+    empty = [isinstance(part, dict) and len(part) == 1 and part.get("type") in media for part in content]
+    filled = [{**part, part["type"]: ""} if bare else part for part, bare in zip(content, empty, strict=True)]
+    return {**message, "content": filled}
 
 
 class _Models(templates.Registry):

@@ -396,6 +396,12 @@ class _JinjaRenderer:
 
     def _write(self, messages: list[dict[str, Any]], opens_answer: bool, variables: Mapping[str, Any]) -> str:
         """Return the text of messages whose contents are texts."""
+        if variables and self._own_places and isinstance(self._template, JinjaTemplate):
+            marked = any(mark in (each["content"] or "") for each in messages for mark in self._own_places)
+            if marked and written_for_media(self._template, variables) != self._own_places:
+                # The variables change what it writes for an image, so it has to see the images.
+                parted = PartContents(self._template, everywhere=False)
+                return parted.render(messages, add_generation_prompt=opens_answer, variables=variables)
         text = self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
         return with_own_places(text, self._own_places)
 

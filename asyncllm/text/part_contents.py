@@ -22,8 +22,10 @@ class PartContents:
     image, and the family's placeholder replaces it.
     """
 
-    def __init__(self, template: JinjaTemplate) -> None:
+    def __init__(self, template: JinjaTemplate, *, everywhere: bool = True) -> None:
+        """`everywhere`: whether contents without media are lists too."""
         self._template = template
+        self._everywhere = everywhere
         self._written = written_for_media(template)
 
     def render(
@@ -31,19 +33,24 @@ class PartContents:
     ) -> str:
         """Return the text. Contents of messages are texts with marks. Raises InvalidMessage."""
         known = {mark: KINDS[mark] for mark in self._written}
-        parted = [{**each, "content": parts_of(each["content"] or "", known)} for each in messages]
+        parted: list[dict[str, Any]] = [
+            {**each, "content": parts_of(each["content"] or "", known)}
+            if self._everywhere or any(mark in (each["content"] or "") for mark in known)
+            else dict(each)
+            for each in messages
+        ]
         text = self._template.render(parted, add_generation_prompt=add_generation_prompt, variables=variables)
         for mark, written in self._written.items():
-            count = sum(part == {"type": KINDS[mark]} for each in parted for part in each["content"])
+            count = sum(part == {"type": KINDS[mark]} for each in parted for part in each["content"] or ())
             # If it occurs more often, a user has written it too, and the tokens decide.
             if count and text.count(written) == count:
                 text = text.replace(written, f"{mark}{written}{OWN_END}")
         return text
 
 
-def written_for_media(template: JinjaTemplate) -> Mapping[str, str]:
+def written_for_media(template: JinjaTemplate, variables: Mapping[str, Any] | None = None) -> Mapping[str, str]:
     """Return by mark what a template writes for an image or a video among the parts of a message, if anything."""
-    written = {mark: _written_for(template, kind) for mark, kind in KINDS.items()}
+    written = {mark: _written_for(template, kind, variables or {}) for mark, kind in KINDS.items()}
     return {mark: text for mark, text in written.items() if text}
 
 
@@ -54,13 +61,15 @@ def with_own_places(text: str, written: Mapping[str, str]) -> str:
     return text
 
 
-def _written_for(template: JinjaTemplate, kind: str) -> str:
+def _written_for(template: JinjaTemplate, kind: str, variables: Mapping[str, Any]) -> str:
     """Return what the template writes for an image between two texts; empty if it omits images."""
     before, after = ({"type": "text", "text": text} for text in _AROUND)
     try:
         without, text = (
             template.render(
-                [{"role": "user", "content": [before, *image, after]}], add_generation_prompt=False, variables={}
+                [{"role": "user", "content": [before, *image, after]}],
+                add_generation_prompt=False,
+                variables=variables,
             )
             for image in ([], [{"type": kind}])
         )

@@ -22,6 +22,10 @@ IMAGES_FIRST = """{% for message in messages %}{{ message.role }}: {% for part i
 NUMBERED = """{% set ns = namespace(count=0) %}{% for message in messages %}{% for part in message.content -%}
 {% if part.type == 'image' %}{% set ns.count = ns.count + 1 %}<img {{ ns.count }}>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endfor %}"""
+ON_DEMAND = """{% set ns = namespace(count=0) %}{% for m in messages %}{{ m.role }}:{% if m.content is string -%}
+{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}{% set ns.count = ns.count + 1 -%}
+{% if numbered %}Picture {{ ns.count }}: {% endif %}<img>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif -%}
+;{% endfor %}"""
 TEXTS_ONLY = """{% for message in messages %}{% for part in message.content -%}
 {% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"""
 REFUSING = """{% for message in messages %}{% for part in message.content -%}
@@ -57,3 +61,23 @@ def test_a_template_of_parts_is_told_from_others(tmp_path: Path) -> None:
     for source, expected in ((IN_ORDER, "user:see {image}<img>{end};"), ("{{ messages[0].content }}", "see {image}")):
         template = ChatTemplate.open(tmp_path, ChatTemplateConfig(chat_template=source))
         assert template.render(messages) == marked(expected)
+
+
+def test_variables_change_what_is_written_for_an_image(tmp_path: Path) -> None:
+    """Qwen-VL's add_vision_id."""
+    template = ChatTemplate.open(tmp_path, ChatTemplateConfig(chat_template=ON_DEMAND))
+    messages: Any = [
+        {"role": "user", "content": marked("see {image} and {image}")},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": marked("{image}?")},
+    ]
+    plain = "user:see {image}<img>{end} and {image}<img>{end};assistant:Two.;user:{image}<img>{end}?;"
+    numbered = (
+        "user:see Picture 1: {image}<img>{end} and Picture 2: {image}<img>{end};assistant:Two.;"
+        "user:Picture 3: {image}<img>{end}?;"
+    )
+    assert template.render(messages) == template.render(messages, variables={"numbered": False}) == marked(plain)
+    assert template.render(messages, variables={"numbered": True}) == marked(numbered)
+    assert template.render([*messages[1:2], {"role": "user", "content": "x"}], variables={"numbered": True}) == (
+        "assistant:Two.;user:x;"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +87,30 @@ def test_the_checkpoints_own_template() -> None:
     assert template.stop_words == ["<|im_end|>"]
     with pytest.raises(InvalidParameter, match="unknown"):
         template.messages2prompt(turns("U"), unknown=1)
+
+
+OF_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}{% if numbered %}Picture: {% endif %}<|image_pad|>"
+    "{% elif part.type == 'video' %}<|video_pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}</>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_parts_that_stand_for_media(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint({"model_type": "llama"}, chat_template=OF_PARTS)
+    template = class_of("hf")(folder)
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image"},
+        {"type": "video"},
+        {"type": "text", "text": "What?"},
+    ]
+    conversation = [*turns("U", "A"), {"role": "user", "content": parts}]
+    text = "<user>U</><assistant>A</><user>Look: {}<|image_pad|><|video_pad|>What?</><assistant>"
+    assert template.messages2prompt(conversation) == text.format("")
+    assert template.messages2prompt(conversation, numbered=True) == text.format("Picture: ")
+    parts[1] = {"type": "image_url", "image_url": {"url": "a.png"}}
+    assert template.messages2prompt(conversation) == text.format("")
+    with pytest.raises(InvalidMessage, match="not a part that is understood"):
+        template.messages2prompt([{"role": "user", "content": [{"type": "unknown"}]}])
