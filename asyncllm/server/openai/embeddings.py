@@ -27,7 +27,7 @@ async def embeddings(request: web.Request) -> web.Response:
     service = service_of(request)
     body = await read_request(request, EmbeddingRequest)
     found = await service.engine.embed(
-        await pooled_inputs(request, body, body.input),
+        await pooled_inputs(request, body),
         pooling=body.pooling,
         dimensions=body.dimensions,
         adapter_name=service.adapter_of(body.model),

@@ -9,8 +9,10 @@ from aiohttp import web
 
 from asyncllm.config import ServerConfig
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.openai.requests import PooledFields
+from asyncllm.server.openai.requests import PooledInput
+from asyncllm.server.request.arguments import template_options
 from asyncllm.server.request.fields import Prompt
+from asyncllm.server.request.history import normalised
 from asyncllm.server.service import service_of
 
 __all__ = ["kept_tokens", "pooled_inputs", "prompts_of", "truncated"]
@@ -68,13 +70,16 @@ def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | li
     return [each for each in prompt if not isinstance(each, int)]
 
 
-async def pooled_inputs(request: web.Request, body: PooledFields, prompt: Prompt) -> Any:
+async def pooled_inputs(request: web.Request, body: PooledInput) -> Any:
     """Return texts or token ids whose hidden states are pooled, truncated without the tokens that the tokenizer adds.
     Raises ApiError."""
     service = service_of(request)
     engine = service.engine
-    inputs: Any = prompts_of(prompt, service.config, "input")
     adds = body.add_special_tokens is not False
+    inputs: Any = [await _conversation(request, body, adds)] if body.input is None else body.input
+    if body.input is not None and body.messages is not None:
+        raise ApiError(400, "Send either input or messages.", code="invalid_value", param="input")
+    inputs = prompts_of(inputs, service.config, "input")
     if (body.truncate_prompt_tokens is None and adds) or not isinstance(inputs[0], str):
         kept = kept_tokens(body, engine.session_len)
         return inputs if kept is None else [truncated(body, ids, kept) for ids in inputs]
@@ -82,6 +87,36 @@ async def pooled_inputs(request: web.Request, body: PooledFields, prompt: Prompt
     kept = kept_tokens(body, engine.session_len, len(before) + len(after))
     encoded: Any = await engine.encode(inputs, do_preprocess=False, add_bos=adds, bounded=kept is None)
     return [[*before, *truncated(body, _between(ids, before, after), kept), *after] for ids in encoded]
+
+
+async def _conversation(request: web.Request, body: PooledInput, adds: bool) -> list[int]:
+    """Return the tokens of a body's messages. Raises ApiError."""
+    if body.messages is None:
+        raise ApiError(400, "Send either input or messages.", code="invalid_value", param="input")
+    for message in body.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if any(isinstance(part, dict) and part.get("type") not in ("text", "input_text") for part in parts):
+            raise ApiError(
+                400,
+                "Only texts are pooled, and a message has a part of another type. Send text parts.",
+                code="unsupported_feature",
+                param="messages",
+            )
+    service = service_of(request)
+    options = template_options(body, service.template_for(body.model))
+    options.setdefault("add_generation_prompt", False)
+    messages: Any = [await normalised(request, body.messages)]
+    encoded: Any = await service.engine.encode(
+        messages,
+        do_preprocess=True,
+        add_bos=adds,
+        bounded=body.truncate_prompt_tokens is None,
+        adapter_name=service.adapter_of(body.model),
+        **options,
+    )
+    ids: list[int] = encoded[0]
+    return ids
 
 
 def _between(ids: list[int], before: Sequence[int], after: Sequence[int]) -> list[int]:

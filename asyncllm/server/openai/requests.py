@@ -31,6 +31,7 @@ __all__ = [
     "EmbeddingRequest",
     "OpenAIFields",
     "PooledFields",
+    "PooledInput",
     "PoolingRequest",
     "RerankRequest",
     "ScoreRequest",
@@ -159,20 +160,36 @@ class PooledFields(PolicyFields, kw_only=True):
     """The end that is cut off, by default the left one."""
 
 
-class EmbeddingRequest(PooledFields, kw_only=True):
+class PooledInput(PooledFields, kw_only=True):
+    """The fields of inputs that are pooled one by one; `input` or `messages`."""
+
+    input: Prompt | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    """A single input: a conversation as the chat template writes it (vLLM's)."""
+    add_generation_prompt: bool | None = None
+    """true: the conversation ends with the beginning of an answer."""
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+
+
+class EmbeddingRequest(PooledInput, kw_only=True):
     """The body of POST /v1/embeddings."""
 
-    input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     pooling: Literal["mean", "last"] | None = None
 
 
 class ScoreRequest(PooledFields, kw_only=True):
-    """The body of POST /v1/score."""
+    """The body of POST /v1/score, in either spelling of vLLM's."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    """`text_1`."""
+    documents: str | list[str] | None = None
+    """`text_2`."""
     use_activation: bool | None = None
     """false: the head's raw score (vLLM's)."""
 
@@ -195,15 +212,12 @@ class RerankRequest(PooledFields, kw_only=True):
     """false: the head's raw scores (vLLM's)."""
 
 
-class ClassifyRequest(PooledFields, kw_only=True):
+class ClassifyRequest(PooledInput, kw_only=True):
     """The body of POST /classify."""
 
-    input: Prompt
     use_activation: bool | None = None
     """false: the head's raw scores in place of probabilities (vLLM's)."""
 
 
-class PoolingRequest(PooledFields, kw_only=True):
+class PoolingRequest(PooledInput, kw_only=True):
     """The body of POST /pooling."""
-
-    input: Prompt

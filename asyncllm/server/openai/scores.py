@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -35,23 +38,26 @@ from asyncllm.server.openai.responses import (
 from asyncllm.server.request.arguments import request_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.service import Service, service_of
+from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.types import SequenceScores
 
 __all__ = ["classify", "pooling", "rerank", "score"]
 
 
 async def score(request: web.Request) -> web.Response:
-    """The score of each pair of `text_1` and `text_2`. One `text_1` is paired with every `text_2`; otherwise texts at
-    equal positions form a pair. The model reads both texts as one sequence, and its score is mapped to 0 to 1."""
+    """The score of each pair of `text_1` and `text_2`, or of `queries` and `documents`. One `text_1` is paired with
+    every `text_2`; otherwise texts at equal positions form a pair. The model reads both texts as one sequence, and its
+    score is mapped to 0 to 1."""
     service = service_of(request)
     body = await read_request(request, ScoreRequest)
-    first, second = _texts(body.text_1, service, "text_1"), _texts(body.text_2, service, "text_2")
+    one, first = _either(service, text_1=body.text_1, queries=body.queries)
+    two, second = _either(service, text_2=body.text_2, documents=body.documents)
     if len(first) not in (1, len(second)):
         raise ApiError(
             400,
-            f"text_1 holds {len(first)} texts and text_2 {len(second)}. Send one text_1, or as many as of text_2.",
+            f"{one} holds {len(first)} texts and {two} {len(second)}. Send one of {one}, or as many as of {two}.",
             code="invalid_value",
-            param="text_1",
+            param=one,
         )
     pairs = [(first[index % len(first)], text) for index, text in enumerate(second)]
     scores, tokens = await _scores_of_pairs(request, body, service, pairs)
@@ -84,15 +90,21 @@ async def rerank(request: web.Request) -> web.Response:
 
 
 async def classify(request: web.Request) -> web.Response:
-    """The probability of each label for each input. A model with one score has one label."""
+    """The probability of each label for each input, and the likeliest by its name in the checkpoint's `id2label`. A
+    model with one score has one label."""
     service = service_of(request)
+    names = await asyncio.to_thread(_labels, service.engine.limits.model_path)
     body = await read_request(request, ClassifyRequest)
-    found = await _classified(request, body, service, await pooled_inputs(request, body, body.input))
+    found = await _classified(request, body, service, await pooled_inputs(request, body))
     data = []
     for index, each in enumerate(found):
         probs = each.values if body.use_activation is False else _probabilities(each.values)
         best = max(range(len(probs)), key=probs.__getitem__)
-        data.append(LabelProbabilities(index=index, label=f"LABEL_{best}", probs=probs, num_classes=len(probs)))
+        data.append(
+            LabelProbabilities(
+                index=index, label=names.get(str(best), f"LABEL_{best}"), probs=probs, num_classes=len(probs)
+            )
+        )
     tokens = sum(each.input_token_len for each in found)
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return json_response(ClassifyResponse(data=data, model=body.model or service.engine.model_name, usage=usage))
@@ -102,7 +114,7 @@ async def pooling(request: web.Request) -> web.Response:
     """The rewards of each input, as the model's head computes them."""
     service = service_of(request)
     body = await read_request(request, PoolingRequest)
-    found = await _classified(request, body, service, await pooled_inputs(request, body, body.input))
+    found = await _classified(request, body, service, await pooled_inputs(request, body))
     tokens = sum(each.input_token_len for each in found)
     answer = PoolingResponse(
         data=[Reward(index=index, data=each.values) for index, each in enumerate(found)],
@@ -110,6 +122,16 @@ async def pooling(request: web.Request) -> web.Response:
         usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return json_response(answer)
+
+
+def _either(service: Service, **fields: str | list[str] | None) -> tuple[str, list[str]]:
+    """Return the name and the texts of the one field that is given. Raises ApiError."""
+    found = [(name, given) for name, given in fields.items() if given is not None]
+    if len(found) != 1:
+        first, second = fields
+        raise ApiError(400, f"Send either {first} or {second}.", code="invalid_value", param=first)
+    name, given = found[0]
+    return name, _texts(given, service, name)
 
 
 def _texts(given: str | Sequence[str], service: Service, name: str) -> list[str]:
@@ -153,6 +175,13 @@ async def _scores_of_pairs(
     if body.use_activation is not False:
         scores = [_sigmoid(score) for score in scores]
     return scores, sum(each.input_token_len for each in found)
+
+
+@cache
+def _labels(folder: str | None) -> dict[str, str]:
+    """Return the names of a checkpoint's labels by their number."""
+    names = None if folder is None else read_json_object(Path(folder) / "config.json").get("id2label")
+    return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
 
 
 def _probabilities(scores: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ async def test_scores_of_pairs() -> None:
         assert answer["usage"]["prompt_tokens"] == 8
         both = {"model": "fake", "text_1": ["ab", "cd"], "text_2": ["cd", "ef"]}
         _, answer = await served.post("/score", both)
+        _, other = await served.post("/score", {"queries": ["ab", "cd"], "documents": ["cd", "ef"]})
+        assert other["data"] == answer["data"]
         expected = await raw(served.engine, "abcd", "cdef")
         assert [each["score"] for each in answer["data"]] == pytest.approx([sigmoid(each) for each in expected])
 
@@ -64,6 +67,9 @@ async def test_rerank_sorts() -> None:
 @pytest.mark.one_loop
 async def test_labels_and_rewards(tmp_path: Path) -> None:
     folder = checkpoint("llama", "LlamaForSequenceClassification", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    names = ["good", "bad", "neither"]
+    (folder / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(names))}))
     engine = AsyncEngine(str(folder), EngineConfig(device_type="cpu", num_gpu_blocks=50))
     async with serving(engine) as served:
         found = await served.engine.classify("a text")
@@ -73,7 +79,7 @@ async def test_labels_and_rewards(tmp_path: Path) -> None:
         _, answer = await served.post("/classify", {"model": engine.model_name, "input": ["a text"]})
         powers = [math.exp(each) for each in found.values]
         assert answer["data"][0]["probs"] == pytest.approx([each / sum(powers) for each in powers], abs=1e-3)
-        assert answer["data"][0]["label"] == f"LABEL_{powers.index(max(powers))}"
+        assert answer["data"][0]["label"] == names[powers.index(max(powers))]
         status, answer = await served.post("/score", {"model": engine.model_name, "text_1": "a", "text_2": "b"})
         assert status == 400
         assert "/classify" in answer["error"]["message"]
@@ -84,9 +90,17 @@ async def test_labels_and_rewards(tmp_path: Path) -> None:
     [
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
+        ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "queries"),
+        ("/score", {"queries": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "q", "documents": []}, "documents"),
         ("/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/classify", {"input": [5, "a"]}, "input"),
+        ("/classify", {}, "input"),
+        ("/pooling", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input"),
+        ("/v1/embeddings", {"messages": []}, "messages"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ],
     ids=str,
 )

@@ -300,3 +300,24 @@ async def test_scores_may_be_those_of_the_head_itself() -> None:
     assert not isinstance(found, list)
     assert score["data"][0]["score"] == ranked["results"][0]["relevance_score"] == found.values[0]
     assert classified["data"][0]["probs"] == found.values
+
+
+async def test_a_conversation_is_pooled_as_its_template_writes_it() -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    async with serving(AsyncEngine("tiny-chat", EngineConfig(num_gpu_blocks=32, session_len=512))) as served:
+        for further in (
+            {},
+            {"add_generation_prompt": True},
+            {"continue_final_message": True},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]},
+        ):
+            _, written = await served.post(
+                "/tokenize", {"messages": messages, "add_generation_prompt": False, **further}
+            )
+            body = {"messages": messages, **further}
+            status, found = await served.post("/v1/embeddings", body)
+            _, expected = await served.post("/v1/embeddings", {"input": [written["tokens"]]})
+            assert (status, found["data"]) == (200, expected["data"]), further
+            assert found["usage"]["prompt_tokens"] == written["count"]
+        _, found = await served.post("/v1/embeddings", {"messages": messages, "truncate_prompt_tokens": 3})
+        assert found["usage"]["prompt_tokens"] == 3
