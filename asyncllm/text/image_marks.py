@@ -107,7 +107,7 @@ def is_address(source: object) -> TypeGuard[str]:
 
 def names_image(text: str) -> bool:
     """Return whether a text is the URL of an image, or ends like an image file name."""
-    return is_data_url(text) or is_address(text) or text.startswith("file://") or bool(_FILE_NAME.search(text))
+    return is_data_url(text) or is_address(text) or text[:7].lower() == "file://" or bool(_FILE_NAME.search(text))
 
 
 def source_of(part: Mapping[str, Any], kind: str) -> Any:

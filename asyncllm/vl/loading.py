@@ -12,6 +12,8 @@ import http.client
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,7 +58,8 @@ def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = 
     an input that is not an image or too large, UnsupportedFeature for SVG.
     """
     if isinstance(image_url, Image.Image):
-        return _finished(image_url)
+        with _decoding():
+            return _finished(image_url)
     if isinstance(image_url, bytes):
         return decode_image(image_url)
     if is_data_url(image_url):
@@ -87,9 +90,11 @@ def media_bytes(source: Any, what: str, *, timeout: float = FETCH_SECONDS) -> by
 
 
 def _file_of(source: str | Path, what: str) -> bytes:
-    path = Path(urllib.parse.unquote(str(source).removeprefix("file://")))
+    text = str(source)
+    if text[:7].lower() == "file://":
+        text = urllib.parse.unquote(text[7:].removeprefix("localhost"))
     try:
-        with path.open("rb") as file:
+        with Path(text).open("rb") as file:
             return file.read(MAX_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -127,19 +132,26 @@ def decode_image(data: bytes) -> Image.Image:
         raise UnsupportedFeature(
             "The image is markup (SVG, XML or HTML), which is not drawn here. Send it as PNG or JPEG.", "messages"
         )
-    try:
-        with Image.open(BytesIO(data), formats=_FORMATS) as image:
+    with _decoding():
+        try:
+            opened = Image.open(BytesIO(data), formats=_FORMATS)
+        except UnidentifiedImageError:
+            raise InvalidMessage(
+                f"The image's {len(data)} bytes are in no format that is supported. Send one of: {', '.join(_FORMATS)}."
+            ) from None
+        with opened as image:
             return _finished(image)
-    except (InvalidMessage, UnsupportedFeature):
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Turn errors of Pillow's decoders, which may read a PIL image's file only now, into InvalidMessage."""
+    try:
+        yield
+    except (InvalidMessage, UnsupportedFeature, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels("the image") from None
-    except UnidentifiedImageError:
-        raise InvalidMessage(
-            f"The image's {len(data)} bytes are in no format that is supported. Send one of: {', '.join(_FORMATS)}."
-        ) from None
-    except MemoryError:
-        raise
     except Exception as error:  # a broken file can make the decoders raise any exception
         raise InvalidMessage(
             f"The image is broken or truncated ({short(str(error))}). Send the whole file, or save it again."
@@ -185,6 +197,8 @@ def _finished(image: Image.Image) -> Image.Image:
 
 def _on_white(image: Image.Image) -> Image.Image:
     """Return an image in RGB, blended with white, on which black letters on a transparent ground are legible."""
+    if image.mode == "La":  # Pillow converts it to nothing else
+        image = image.convert("LA")
     page = Image.new("RGB", image.size)
     for top in range(0, image.height, _STRIP):  # in strips, so that no copy of a large image is made
         strip = image.crop((0, top, image.width, min(top + _STRIP, image.height))).convert("RGBA")

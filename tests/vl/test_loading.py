@@ -44,7 +44,10 @@ def test_every_way_in_gives_the_same_image(tmp_path: Path) -> None:
     path = tmp_path / "a b.png"
     path.write_bytes(data)
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    for source in (image, data, str(path), path, f"file://{tmp_path}/a%20b.png", url):
+    marked = tmp_path / "a%20b%.png"
+    marked.write_bytes(data)
+    files = [f"{head}{tmp_path}/a%20b.png" for head in ("file://", "FILE://", "file://localhost")]
+    for source in (image, data, str(path), path, str(marked), marked, *files, url):
         loaded = load_image(source)
         assert loaded.mode == "RGB"
         assert far_apart(loaded, image) == 0
@@ -83,6 +86,23 @@ def test_sixteen_bits_become_eight() -> None:
 def test_other_modes_become_rgb(mode: str) -> None:
     kind = "TIFF" if mode == "CMYK" else "PNG"
     assert load_image(saved(picture(1).convert(mode), kind)).mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["La", "RGBa"])
+def test_colours_multiplied_by_their_opacity(mode: str) -> None:
+    whole = picture(1).convert("L" if mode == "La" else "RGB")
+    whole.putalpha(Image.linear_gradient("L").resize(whole.size))
+    assert far_apart(load_image(whole.convert(mode)), load_image(whole)) <= 1
+
+
+def test_a_pil_image_whose_file_is_broken() -> None:
+    """Pillow reads the pixels of an open file when they are asked for."""
+    with Image.open(BytesIO(saved(picture(1), "PNG")[:-200])) as cut, pytest.raises(InvalidMessage, match="truncated"):
+        load_image(cut)
+    closed = Image.open(BytesIO(saved(picture(1), "JPEG")))
+    closed.close()
+    with pytest.raises(InvalidMessage, match="closed"):
+        load_image(closed)
 
 
 def half_seen(mode: str) -> Image.Image:
