@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
+from asyncllm.models.registry import open_model
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.kimi_vl import KimiVlProcessor
 from asyncllm.vl.processing.settings import PictureSettings
@@ -341,7 +342,7 @@ def test_settings_that_are_refused(changed: dict[str, Any] | None, error: type, 
         open_processor(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision", "gemma3", "got_ocr2", "llama4", "ovis2"])
+@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision", "gemma3", "got_ocr2", "internvl", "llama4", "ovis2"])
 def test_pictures_have_the_towers_size(kind: str, tmp_path: Path) -> None:
     """A tower takes one size, which two files name."""
     source = folder_of(kind)
@@ -352,6 +353,58 @@ def test_pictures_have_the_towers_size(kind: str, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, "size": {"height": 36, "width": 36}}))
     with pytest.raises(InvalidCheckpoint, match=r"size = .*the tower's image_size in config"):
         open_processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "says"),
+    [
+        ("llava", {"size": {"shortest_edge": 28, "longest_edge": 40}}, "side of a square"),
+        ("llava", {"do_center_crop": False}, "not square"),
+        ("llava_next", {"image_grid_pinpoints": [[28, 84]]}, "image_grid_pinpoints differ"),
+        ("onevision", {"image_grid_pinpoints": [[30, 90]]}, "image_grid_pinpoints differ"),
+        ("onevision", {"crop_size": 28}, "crop_size is another"),
+        ("deepseek_vl", {"do_pad": False}, "not square"),
+        ("janus", {"do_pad": False}, "not square"),
+    ],
+)
+def test_pictures_that_towers_do_not_take(kind: str, changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    shutil.copytree(folder_of(kind), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(InvalidCheckpoint, match=says):
+        open_processor(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model"])
+def test_tokens_of_a_strategy(tower: str, strategy: str, tmp_path: Path) -> None:
+    """The default one drops the first token, whatever it is, and only CLIP has one more than patches."""
+    shutil.copytree(folder_of("llava"), tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["vision_config"]["model_type"] = tower
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "vision_feature_select_strategy": strategy}))
+    processor = open_processor(tmp_path)
+    assert processor is not None
+    expected = 16 + (tower == "clip_vision_model") - (strategy == "default")
+    assert processor.prepare(picture(1), {}).length == expected
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("llava_next", "full"), ("onevision", "default")])
+def test_tiles_have_no_other_tokens_than_patches(kind: str, strategy: str, tmp_path: Path) -> None:
+    shutil.copytree(folder_of(kind), tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "vision_feature_select_strategy": strategy}))
+    with pytest.raises(UnsupportedModel, match="vision_feature_select_strategy"):
+        open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_images_of_command_a_may_stay_whole(tmp_path: Path) -> None:
+    shutil.copytree(folder_of("cohere2_vision"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "crop_to_patches": False}))
+    processor = open_processor(tmp_path)
+    assert processor is not None
+    assert processor.prepare(picture(1, 100, 60), {}).pixels.shape == (1, 3, 28, 28)
 
 
 def test_an_image_is_padded_as_llavas_authors_do(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ __all__ = ["read_deepseek_vl", "read_janus", "read_llava", "read_onevision", "re
 
 MAX_TILES = 1024
 
+_STRATEGY = "vision_feature_select_strategy"
+"""The entry that says whether the first token, that of CLIP's class, is dropped. Tiles have tokens of patches only."""
+
 
 def read_llava(
     hf: HFConfig,
@@ -30,13 +33,14 @@ def read_llava(
     text, model_type = text_of(hf, usual)
     encoder = clip_of(hf, usual={"model_type": tower})
     hf.expect("projector_hidden_act", *TOWER_ACTIVATIONS)
-    hf.expect("vision_feature_select_strategy", "default", "full")
+    fits = ("default" if encoder.has_class_token else "full",) if tiled else ("default", "full")
+    hf.changed({_STRATEGY: hf.fields.get(_STRATEGY, "default")}).expect(_STRATEGY, *fits)
     named = hf.fields.get(layers, -2)
     chosen = named if isinstance(named, list) and named else [named]
     vision = LlavaConfig(
         encoder=encoder,
         feature_layers=tuple(depth_of(hf, layers, each, encoder.num_layers) for each in chosen),
-        drops_class_token=hf.fields.get("vision_feature_select_strategy", "default") == "default",
+        drops_class_token=hf.fields.get(_STRATEGY, "default") == "default",
         bias=hf.flag("multimodal_projector_bias", True),
         activation=TOWER_ACTIVATIONS[hf.fields.get("projector_hidden_act", "gelu")],
         pinpoints=_pinpoints(hf, encoder.image_size) if tiled else (),
@@ -47,7 +51,7 @@ def read_llava(
 def read_onevision(hf: HFConfig) -> Composed:
     usual = {
         "projector_hidden_act": "gelu",
-        "vision_feature_select_strategy": "full",
+        _STRATEGY: "full",
         "vision_feature_layer": -1,
         "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
         "vision_aspect_ratio": "anyres_max_9",

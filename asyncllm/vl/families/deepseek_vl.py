@@ -26,10 +26,16 @@ def _janus(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     return processor
 
 
+def _padded(settings: Fields, where: str) -> PictureSettings:
+    if settings.get("do_pad") is False:
+        raise ValueError("do_pad = false leaves pictures that are not square")
+    return PictureSettings(settings, where)
+
+
 def _deepseek(fields: Fields, settings: Fields, where: str) -> DeepseekVlProcessor:
     vision = tower_of(fields)
     return DeepseekVlProcessor(
-        PictureSettings(settings, where),
+        _padded(settings, where),
         token_id=image_token(fields, 100015),
         placeholder="<image_placeholder>",
         length=(vision["image_size"] // vision["patch_size"]) ** 2,
@@ -49,7 +55,7 @@ def _deepseek_hybrid(fields: Fields, settings: Fields, where: str) -> ImageProce
     }
     usual = {key: value for key, value in settings.items() if key not in names}
     processor = DeepseekVlHybridProcessor(
-        PictureSettings(settings, where),
+        _padded(settings, where),
         large=DeepseekVlProcessor(PictureSettings({**usual, **own}, where), side=large["image_size"], **same),
         side=vision["image_size"],
         **same,

@@ -25,8 +25,12 @@ def _llava(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     vision = tower_of(fields, "clip_vision_model")
     if vision.get("model_type") == "pixtral":
         return _pixtral({"image_token_index": 32000, **fields}, settings, where)
-    side = vision["image_size"] // vision["patch_size"]
-    extra = fields.get("vision_feature_select_strategy", "default") == "full" and "siglip" not in str(vision)
+    side, size = vision["image_size"] // vision["patch_size"], settings.get("size")
+    if settings.get("do_center_crop") is False and isinstance(size, dict) and size.get("shortest_edge") is not None:
+        raise ValueError("do_center_crop = false and a shortest_edge leave pictures that are not square")
+    # CLIP has one more token than patches, and the default strategy drops the first token of any tower.
+    kept = fields.get("vision_feature_select_strategy", "default") == "full"
+    extra = int(kept) - ("siglip" in str(vision))
     kind = PaddedProcessor if settings.get("do_pad") and "Llava" in str(settings.get("image_processor_type")) else None
     return (kind or CenterProcessor)(
         PictureSettings(settings, where),
@@ -40,6 +44,7 @@ def _llava(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
 def _llava_next(fields: Fields, settings: Fields, where: str, token_id: int = 32000) -> ImageProcessor:
     vision = tower_of(fields, "clip_vision_model")
     pinpoints = fields.get("image_grid_pinpoints") or PINPOINTS
+    _check_pinpoints(settings, pinpoints)
     return AnyresProcessor(
         PictureSettings(settings, where),
         token_id=image_token(fields, token_id),
@@ -48,6 +53,13 @@ def _llava_next(fields: Fields, settings: Fields, where: str, token_id: int = 32
         patches=vision["image_size"] // vision["patch_size"],
         pinpoints=[(height, width) for height, width in pinpoints],
     )
+
+
+def _check_pinpoints(settings: Fields, pinpoints: Any) -> None:
+    """Raise ValueError if images are cut into other shapes than config.json names."""
+    cut = settings.get("image_grid_pinpoints")
+    if cut is not None and {tuple(each) for each in cut} != {tuple(each) for each in pinpoints}:
+        raise ValueError("image_grid_pinpoints differ between the files")
 
 
 def _original_llava(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
@@ -79,14 +91,19 @@ def _onevision(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     steps = [vision["image_size"] * number for number in range(1, 7)]
     patches = vision["image_size"] // vision["patch_size"]
     tiles = str(fields.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
+    pinpoints = fields.get("image_grid_pinpoints") or [(rows, columns) for rows in steps for columns in steps]
+    _check_pinpoints(settings, pinpoints)
+    read = PictureSettings({"do_center_crop": False, **settings}, where)
+    if read.side("crop_size", vision["image_size"]) != vision["image_size"]:
+        raise ValueError("crop_size is another than the tower's image_size")
     return OneVisionProcessor(
-        PictureSettings({"do_center_crop": False, **settings}, where),
+        read,
         video_token_id=token_id_of(fields, "video_token_index", 151647),
         token_id=image_token(fields, 151646),
         placeholder="<image>\n",
         side=vision["image_size"],
         patches=patches,
-        pinpoints=fields.get("image_grid_pinpoints") or [(rows, columns) for rows in steps for columns in steps],
+        pinpoints=pinpoints,
         max_patches=int(tiles) * patches**2,
     )
 

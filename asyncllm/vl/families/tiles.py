@@ -41,7 +41,9 @@ def _aya_vision(
 
 
 def _cohere2_vision(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
-    return _aya_vision(fields, settings, where, Cohere2VisionProcessor)
+    # transformers' processor of Aya Vision always cuts images, whatever crop_to_patches is.
+    whole = {"max_patches": 1} if settings.get("crop_to_patches") is False else {}
+    return _aya_vision(fields, {**settings, **whole}, where, Cohere2VisionProcessor)
 
 
 def _got_ocr2(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
@@ -83,10 +85,12 @@ def _intern(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     # The defaults of the authors' class, on which InternVL-Chat 1.1 and 1.2 rely, give each image one picture.
     usual = {"dynamic_image_size": not remote, "use_thumbnail": not remote, "max_dynamic_patch": 6 if remote else None}
     fields = {**usual, **fields}
-    folder = Path(where).parent
+    folder, read = Path(where).parent, PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if not remote:
+        read.tower_side(side)
     frame = [] if remote else [[token_of(folder, text)] for text in ("<img>", "</img>")]
     return InternVlProcessor(
-        PictureSettings(settings, where, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        read,
         token_id=token_of(folder, "<IMG_CONTEXT>") if remote else image_token(fields, 151667),
         placeholder="<img><IMG_CONTEXT></img>\n" if remote else "<IMG_CONTEXT>\n",
         before=frame[0] if frame else (),

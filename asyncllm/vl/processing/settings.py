@@ -103,12 +103,12 @@ class PictureSettings:
         return float(value)
 
     def side(self, key: str, default: int) -> int:
-        """Return the side of a square: a number, or an object with `shortest_edge` or equal `height` and `width`.
-        Raises InvalidCheckpoint."""
+        """Return the side of a square: a number, or an object with `shortest_edge`, unbounded by `longest_edge`, or
+        equal `height` and `width`. Raises InvalidCheckpoint."""
         value = self._given(key, default)
         if isinstance(value, dict):
             sides = {value[name] for name in ("shortest_edge", "height", "width") if value.get(name) is not None}
-            value = sides.pop() if len(sides) == 1 else None
+            value = sides.pop() if len(sides) == 1 and value.get("longest_edge") is None else None
         if type(value) is not int or not 1 <= value <= 2**14:
             self._refuse(key, "where the side of a square belongs")
         return int(value)
