@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from asyncllm.models.registry import ModelOptions, open_model, read_config
 from asyncllm.protocol import Limits, StartTimes
 
 __all__ = ["OpenedModel", "check_block_size", "choose_device"]
+
+logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD_BYTES = 16 * 10**9
 """Bytes of weights that the steps in flight should read: about 4 ms of an H200's memory bandwidth."""
@@ -59,8 +62,8 @@ class OpenedModel(NamedTuple):
         records the duration.
 
         Raises ModelError if the checkpoint cannot be loaded, UnsupportedFeature if the model or the device does not
-        support the cache that `quant_policy` asks for, and InvalidParameter if `session_len` exceeds the model's
-        positions or the device does not support this block size.
+        support the cache that `quant_policy` asks for, and InvalidParameter if `session_len` exceeds positions
+        that cannot be extended or the device does not support this block size.
         """
         options: ModelOptions = {
             "session_len": config.session_len,
@@ -183,18 +186,21 @@ def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, dev
 
 
 def _max_position(config: EngineConfig, model: ModelConfig) -> int:
-    """Return `session_len` if given, otherwise the number of positions that the model has. Dynamic scaling, whose base
-    grows with the prompt, has no limit."""
+    """Return `session_len` if given, otherwise the number of positions that the model has. Rotary positions have no
+    end, and dynamic scaling, whose base grows with the prompt, keeps answers good beyond it."""
     limit = model.max_position
     if config.session_len is None:
         return limit
     if config.session_len > limit and model.dynamic_rope_from is None:
-        scaled, instead = " after rotary scaling", ", or extend the model with rope_scaling_factor"
-        if model.rope is None:
-            scaled = instead = ""
-        raise InvalidParameter(
-            f"session_len is {config.session_len}, but the model has {limit} positions{scaled}. "
-            f"Lower session_len{instead}.",
-            "session_len",
+        if model.rope is None or model.position_offset is not None or model.bounded:
+            raise InvalidParameter(
+                f"session_len is {config.session_len}, but the model has {limit} positions. Lower session_len.",
+                "session_len",
+            )
+        logger.warning(
+            "session_len is %d, and the model is made for %d positions: answers are worse beyond them. Lower it, or "
+            "extend the model with rope_scaling_factor.",
+            config.session_len,
+            limit,
         )
     return config.session_len

@@ -74,8 +74,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         int | None,
         Meta(
             description="Maximum number of tokens of history, prompt and answer together; None: the model's own "
-            "limit. It also selects one of longrope's two sets of frequencies for all requests: the short one up to "
-            "the original context (4096 for Phi-3, for example), the long one above."
+            "limit, which rotary positions may exceed, with worse answers. It also selects one of longrope's two sets "
+            "of frequencies for all requests: the short one up to the original context (4096 for Phi-3, for example), "
+            "the long one above."
         ),
     ] = None
     max_batch_size: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of running sequences.")] = 128

@@ -295,6 +295,7 @@ class HFConfig:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "max_position": trained,
+            "bounded": self.fields.get("dual_chunk_attention_config") is not None,
             "dtype": self._dtype(),
             "norm_eps": self.number("rms_norm_eps", norm_eps, positive=False),
             "tied": self.flag("tie_word_embeddings", tied),

@@ -35,4 +35,4 @@ class DeepseekV32(DeepseekV3):
             hf.unsupported("index_topk", "Dynamic rotary scaling asks for contexts beyond it. Leave the scaling out.")
         # Beyond this number of tokens, queries attend to a selection only.
         chosen = hf.integer("index_topk", 2048, maximum=MAX_POSITION)
-        return msgspec.structs.replace(config, max_position=min(config.max_position, chosen))
+        return msgspec.structs.replace(config, max_position=min(config.max_position, chosen), bounded=True)

@@ -81,7 +81,8 @@ def test_seeded_answers_from_disk_do_not_depend_on_company(folder: Path) -> None
 
 
 def test_session_len_is_checked_before_the_weights_are_read(folder: Path) -> None:
-    config = EngineConfig(session_len=10**6)
+    within = {"dual_chunk_attention_config": {"chunk_size": 64}}
+    config = EngineConfig(session_len=10**6, hf_overrides=within)
     with pytest.raises(InvalidParameter, match="session_len is 1000000"):
         ModelAgent(config, folder)
 

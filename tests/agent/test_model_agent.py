@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -271,11 +274,25 @@ def test_limits_say_what_was_found() -> None:
     assert limits.dynamic_rope_from is None
 
 
-def test_session_len_beyond_the_model_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InvalidParameter, match=r"129.*128.*rope_scaling_factor") as caught:
-        tiny_agent(session_len=129)
-    assert caught.value.param == "session_len"
+def test_session_len_beyond_the_model_is_warned_about_with_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
     assert tiny_agent(session_len=128).limits.max_position == 128
+    assert not caplog.records
+    model = tiny_llama()
+    agent = tiny_agent(model, session_len=300)
+    assert agent.limits.max_position == 300
+    (record,) = caplog.records
+    assert re.search(r"300.*128.*rope_scaling_factor", record.getMessage())
+    prompt = prompt_of(150)
+    assert Driver(agent).generate(0, prompt, 1, chunk=64) == [int(plain_logits(model, prompt)[-1].argmax())]
+
+
+@pytest.mark.parametrize("change", [{"rope": None}, {"position_offset": 0}, {"bounded": True}])
+def test_session_len_beyond_positions_that_end_is_refused(change: dict[str, Any]) -> None:
+    model = tiny_llama()
+    model.config = msgspec.structs.replace(model.config, **change)
+    with pytest.raises(InvalidParameter, match=r"129.*128 positions") as caught:
+        tiny_agent(model, session_len=129)
+    assert caught.value.param == "session_len"
 
 
 def test_rotary_scaling_extends_the_session() -> None:

@@ -473,6 +473,13 @@ def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, ke
         read(tmp_path, {key: value}, tiny(architecture))
 
 
+def test_contexts_end_with_the_first_chunk(tmp_path: Path) -> None:
+    chunks = {"dual_chunk_attention_config": {"chunk_size": 64}}
+    config = read(tmp_path, chunks, tiny("Qwen2ForCausalLM"))
+    assert (config.max_position, config.bounded) == (64, True)
+    assert not read(tmp_path, {}, tiny("Qwen2ForCausalLM")).bounded
+
+
 def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
     """11 pairs turn by time, 11 by rows and 10 by columns: the rows' last is the last but one of 32."""
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7}
@@ -532,7 +539,9 @@ def test_heads_of_gemma_have_256_features_in_all_layers(tmp_path: Path, architec
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
     longer = {"max_position_embeddings": 163840}
-    assert read(tmp_path, longer, tiny(architecture)).max_position == 256
+    config = read(tmp_path, longer, tiny(architecture))
+    assert (config.max_position, config.bounded) == (256, True)
+    assert not read(tmp_path, longer, tiny("DeepseekV3ForCausalLM")).bounded
     assert read(tmp_path, {**longer, "index_topk": ABSENT}, tiny(architecture)).max_position == 2048
     with pytest.raises(UnsupportedModel, match=r"index_topk = 256.*Leave the scaling out"):
         read(tmp_path, longer, tiny(architecture), rope_scaling_factor=2.0)
