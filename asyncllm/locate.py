@@ -85,7 +85,7 @@ def locate(
     name = os.fspath(model)
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise InvalidParameter(
-            f"model is {short(name)}, which is no name. Give a bundled name ({', '.join(BUNDLED)}), a folder or a "
+            f"model is {short(name)}, which is not a name. Give a bundled name ({', '.join(BUNDLED)}), a folder or a "
             f"hub id such as 'owner/name'.",
             "model_path",
         )

@@ -56,8 +56,8 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _opened(files: ExitStack, name: str, mode: Literal["r", "w"], param: str) -> TextIO:
-    """Open a file, or the standard stream in its place, as lines of JSON: a line that is no UTF-8 is refused by itself,
-    and what no file can hold is written as JSON spells it."""
+    """Open a file, or the standard stream in its place, as lines of JSON: a line that is not UTF-8 is refused by
+    itself, and what no file can hold is written as JSON spells it."""
     encoding, errors = ("utf-8-sig", "surrogateescape") if mode == "r" else ("utf-8", "backslashreplace")
     if name == "-":
         standard = sys.stdin if mode == "r" else sys.stdout

@@ -133,7 +133,7 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
         self._check_texts("user_id", "cache_salt")
         if "tools" in (self.chat_template_kwargs or {}):
             raise InvalidParameter(
-                "tools are no entry of chat_template_kwargs. Pass them as tools=[...].", "chat_template_kwargs"
+                "tools are not an entry of chat_template_kwargs. Pass them as tools=[...].", "chat_template_kwargs"
             )
         if self.tools:
             check_tools(self.tools)

@@ -89,8 +89,8 @@ class Settings(msgspec.Struct, metaclass=_CheckedNames, frozen=True, kw_only=Tru
             for text in [value] if isinstance(value, str) else value or ():
                 if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                     raise InvalidParameter(
-                        f"{name} holds a lone surrogate in {reprlib.repr(text)}, which is no valid Unicode. Decode the "
-                        f"input with the right encoding, or replace the character.",
+                        f"{name} holds a lone surrogate in {reprlib.repr(text)}, which is not valid Unicode. Decode "
+                        f"the input with the right encoding, or replace the character.",
                         name,
                     )
 
@@ -103,7 +103,7 @@ def choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def check_address(address: str | None, name: str) -> None:
-    """Raise InvalidParameter if the setting `name` is no address of a server."""
+    """Raise InvalidParameter if the setting `name` is not an address of a server."""
     if address is not None and not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", address):
         raise InvalidParameter(
             f"{name} holds {reprlib.repr(address)}, which is not the address of a server. Write it as http://host:port.",

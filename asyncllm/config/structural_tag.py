@@ -142,7 +142,7 @@ def checked_tag(value: object, field: str) -> str:
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidParameter):
             raise
-        reason = str(error) if isinstance(error, msgspec.ValidationError) else "it is no JSON, or too deep"
+        reason = str(error) if isinstance(error, msgspec.ValidationError) else "it is not JSON, or too deep"
         raise InvalidParameter(f"The structural tag of {field} is not valid: {reason}. Correct it.", field) from None
     if len(text) > MAX_SCHEMA:
         raise InvalidParameter(

@@ -27,7 +27,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         function = tool.get("function")
         if kind is None or not isinstance(function, Mapping):
             raise InvalidParameter(
-                f'{where} is no tool. One looks like {{"type": "function", "function": {{"name": "weather", '
+                f'{where} is not a tool. One looks like {{"type": "function", "function": {{"name": "weather", '
                 f'"parameters": {{"type": "object", "properties": {{}}}}}}}}.',
                 "tools",
             )
@@ -42,7 +42,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         names.add(name)
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise InvalidParameter(f"The parameters of {where} are no JSON schema, which is an object.", "tools")
+            raise InvalidParameter(f"The parameters of {where} are not a JSON schema, which is an object.", "tools")
         for key in ("description", "strict"):
             value = function.get(key)
             if value is not None and not isinstance(value, str if key == "description" else bool):

@@ -45,7 +45,7 @@ class APIClient:
         address = urlsplit(api_server_url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise InvalidParameter(
-                f"api_server_url is {short(api_server_url)}, which is no address. Write it as http://host:port.",
+                f"api_server_url is {short(api_server_url)}, which is not an address. Write it as http://host:port.",
                 "api_server_url",
             )
         self.api_server_url = api_server_url.rstrip("/").removesuffix("/v1")
@@ -252,7 +252,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
     try:
         item = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError:
-        raise ServerError(f"The server sent what is no JSON object: {short(data[:80])}. Check the address.") from None
+        raise ServerError(f"The server did not send a JSON object: {short(data[:80])}. Check the address.") from None
     if "error" in item:
         raise _refusal(None, None, data)
     return item

@@ -41,7 +41,7 @@ def read_texts(source: str | Path | None) -> list[Text]:
         if str(source) in HUB_DATASETS:
             return list(read_hub_texts(str(source)))
         raise InvalidParameter(
-            f"calib_dataset: {short(str(source))} is no file. Give a .txt file with empty lines between texts, a "
+            f"calib_dataset: {short(str(source))} is not a file. Give a .txt file with empty lines between texts, a "
             f'.jsonl file with {{"text": ...}} or {{"messages": [...]}} in each line, or the name of a data set of the '
             f"hub ({', '.join(HUB_DATASETS)}), or leave it out for the bundled texts.",
             "calib_dataset",

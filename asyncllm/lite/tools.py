@@ -195,7 +195,7 @@ class _Job:
         """Return the fields of `FewBits` that both tools share."""
         config, size = self.config, self.config.w_group_size
         if size != -1 and (size <= 0 or size % 32):
-            raise InvalidParameter(f"w_group_size = {size} is no multiple of 32, and not -1.", "w_group_size")
+            raise InvalidParameter(f"w_group_size = {size} is not a multiple of 32, and not -1.", "w_group_size")
         # compressed-tensors has scales of the model's dtype.
         dtype = _DTYPES[self.stored] if self.compressed else torch.float16
         # The first format of GPTQ stores zero points minus one.

@@ -388,7 +388,7 @@ class AdapterConfig:
                 patterns.append((re.compile(rf"(.*\.)?({key})$"), self._number(name, number, whole=whole)))
             except re.error as error:
                 raise InvalidCheckpoint(
-                    f"{self._file}: {short(key)} in {name} is no pattern ({error}). Correct the file."
+                    f"{self._file}: {short(key)} in {name} is not a pattern ({error}). Correct the file."
                 ) from None
         return patterns
 

@@ -70,5 +70,5 @@ class ExpandedCheckpoint(Checkpoint):
                 raise InvalidCheckpoint(f"{short(expansion.name)}: {error}") from None
 
     def equal(self, first: str, second: str) -> bool:
-        # An expanded weight was rounded, so it is no copy of an unquantized one.
+        # An expanded weight was rounded, so it is not a copy of an unquantized one.
         return not {first, second} & self.expanded and super().equal(first, second)

@@ -40,7 +40,7 @@ _ALIGNMENT = 8
 class ShardFile:
     """A file being written, as a context, whose end writes the header.
 
-    Tensors whose bytes are no multiple of `_ALIGNMENT` wait in memory for the end, where they come in the order of
+    Tensors whose bytes are not a multiple of `_ALIGNMENT` wait in memory for the end, where they come in the order of
     their element sizes.
     """
 

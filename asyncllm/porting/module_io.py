@@ -56,7 +56,7 @@ class ModuleIOExtractor:
         found = named.get(target) if isinstance(target, str) else target
         if found is None or not any(found is each for each in named.values()):
             near = ", ".join(name for name in list(named)[1:6])
-            raise InvalidParameter(f"target is no module of the model, which has {near} and others.", "target")
+            raise InvalidParameter(f"target is not a module of the model, which has {near} and others.", "target")
         self.model, self.target = model, found
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ class AutoRound(Scheme):
             try:
                 patterns.append((re.compile(name), one))
             except (re.error, RecursionError):
-                several.invalid(name, "whose name is no regular expression")
+                several.invalid(name, "whose name is not a regular expression")
         return cls(_of_layout(settings), own, patterns)
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:

@@ -131,7 +131,7 @@ def _int8(module: str, tensors: Mapping[str, Header]) -> Expansion:
     sources = {"weight": expect(module, tensors, "weight", ("I8",))}
     shape = tensors["weight"].shape
     if len(shape) != 2:
-        raise InvalidCheckpoint(f"tensor {short(sources['weight'])} has shape {list(shape)}, and is no matrix.")
+        raise InvalidCheckpoint(f"tensor {short(sources['weight'])} has shape {list(shape)}, and is not a matrix.")
     sources["SCB"] = expect(module, tensors, "SCB", ("F32", "F16"), (shape[0],), (1, shape[0]))
     if "weight_format" in tensors:
         sources["weight_format"] = f"{module}.weight_format"

@@ -187,7 +187,7 @@ class _Group(NamedTuple):
             try:
                 re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
             except (re.error, RecursionError):
-                group.invalid("targets", f"of which {short(target)} is no regular expression")
+                group.invalid("targets", f"of which {short(target)} is not a regular expression")
         weights, inputs = group.object("weights"), group.object("input_activations")
         kind = group.get("format") or settings.get("format")
         if kind == "naive-quantized":

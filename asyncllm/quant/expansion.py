@@ -98,7 +98,7 @@ def expansion_of_codes(
     sources = {codes: expect(module, tensors, codes, ("U8", "F8_E4M3", "I8"))}
     stored = tensors[codes]
     if len(stored.shape) != 2:
-        raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is no matrix.")
+        raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is not a matrix.")
     paired = stored.dtype == "U8"
     rows, columns = stored.shape[0], stored.shape[1] * (2 if paired else 1)
     exponents = exponents or (scale in tensors and tensors[scale].dtype in _EXPONENTS)
@@ -134,7 +134,7 @@ def _expand(
     if whole is not None:
         scales = scales / tensors[whole].float() if divided else scales * tensors[whole].float()
         if not (scales.isfinite().all() and tensors[whole].isfinite().all()):
-            raise InvalidCheckpoint("the scale of the whole weight is no number that others can be taken by")
+            raise InvalidCheckpoint("the others cannot be multiplied by the scale of the whole weight")
     if "weight_zero_point" in tensors:
         values = values - _spread(tensors["weight_zero_point"].float(), values, block)
     return values * _spread(scales, values, block)

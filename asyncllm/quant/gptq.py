@@ -150,7 +150,7 @@ def _rules(settings: QuantSettings) -> Sequence[tuple[re.Pattern[str], Mapping[s
         try:
             pattern = re.compile(name.removeprefix("+:").removeprefix("-:"))
         except (re.error, RecursionError):
-            dynamic.invalid(name, "whose name is no regular expression")
+            dynamic.invalid(name, "whose name is not a regular expression")
         own = dynamic.object(name)
         rules.append((pattern, _fields(QuantSettings({**settings.fields, **own.fields}, own.source))))
     return rules

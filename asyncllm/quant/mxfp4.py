@@ -72,7 +72,7 @@ class PackedMXFP4(LinearMethod):
 
     def create(self, layer: Weighted) -> None:
         if layer.num_experts is None:
-            raise UnsupportedModel("MXFP4 weights that are no experts are not implemented.")
+            raise UnsupportedModel("MXFP4 weights that are not experts are not implemented.")
         own, stack = cast(_Layer, layer), (layer.num_experts, layer.out_features)
         n, k = layer.out_features, layer.in_features
         columns = layer.own_columns()

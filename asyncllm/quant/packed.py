@@ -230,7 +230,7 @@ class Packed(LinearMethod):
         k = layer.in_features
         if k < whole and self.ordered:
             raise UnsupportedModel(
-                "tp: the groups of these weights are of input features that are no neighbours (desc_act, actorder), so "
+                "tp: the groups of these weights are of input features that are not adjacent (desc_act, actorder), so "
                 "that each rank would have a part of every group. Use tp=1, or a checkpoint without."
             )
         if self.group_size == -1:

@@ -137,7 +137,7 @@ async def _result(client: aiohttp.ClientSession, number: int, line: str) -> dict
 def _fault(asked: Any) -> str | None:
     """Return why a line cannot be sent, or None."""
     if not isinstance(asked, dict):
-        return "it is no JSON object. One is {'custom_id': ..., 'method': 'POST', 'url': ..., 'body': {...}}."
+        return "it is not a JSON object. One is {'custom_id': ..., 'method': 'POST', 'url': ..., 'body': {...}}."
     if not isinstance(asked.get("custom_id"), str):
         return "it has no custom_id, a text by which its answer is known."
     if unknown := asked.keys() - {"custom_id", "method", "url", "body"}:
@@ -147,7 +147,7 @@ def _fault(asked: Any) -> str | None:
     if asked.get("url") not in ROUTES:
         return f"its url is none of {', '.join(ROUTES)}."
     if not isinstance(asked.get("body"), dict):
-        return "its body is no JSON object."
+        return "its body is not a JSON object."
     if asked["body"].get("stream"):
         return "it asks for a stream. Answers are written when they are whole: leave stream out."
     return None

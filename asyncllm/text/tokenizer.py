@@ -167,7 +167,7 @@ def _check_text(text: object) -> None:
     place = _surrogate(text)
     if place is not None:
         raise InvalidMessage(
-            f"The text holds a lone surrogate (U+{ord(text[place]):04X}) at position {place}, which is no valid "
+            f"The text holds a lone surrogate (U+{ord(text[place]):04X}) at position {place}, which is not valid "
             f"Unicode. Decode the input with the right encoding, or replace the character."
         )
 

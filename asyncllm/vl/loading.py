@@ -168,7 +168,7 @@ def encode_image_base64(image: str | Path | Image.Image, format: str = "PNG") ->
         load_image(image).save(buffer, format)
     except KeyError:
         raise InvalidParameter(
-            f"format={format!r} is no format that images can be written in. Use PNG or JPEG.", "format"
+            f"format={format!r} is not a format that images can be written in. Use PNG or JPEG.", "format"
         ) from None
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 

@@ -130,7 +130,7 @@ def test_a_pipeline_takes_tools_too() -> None:
     ("options", "error", "words"),
     [
         ({"tools": [{"type": "web_search"}]}, UnsupportedFeature, "web_search"),
-        ({"tools": [{"function": {"name": "f"}}]}, InvalidParameter, "is no tool"),
+        ({"tools": [{"function": {"name": "f"}}]}, InvalidParameter, "is not a tool"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, InvalidParameter, "proper name"),
         ({"tools": [WEATHER, WEATHER]}, InvalidParameter, "Two tools"),
         ({"tools": [WEATHER] * 129}, InvalidParameter, "length <= 128"),

@@ -195,7 +195,7 @@ def answering(payload: bytes) -> tuple[str, threading.Thread]:
 @pytest.mark.parametrize(
     ("payload", "kind", "message"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n<html>", ServerError, "no JSON object"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", ServerError, "did not send a JSON object"),
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\noops", ServerError, "status 502: 'oops'"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", ServerUnreachable, "BadStatusLine"),
         (b"", ServerUnreachable, "RemoteDisconnected"),

@@ -109,13 +109,13 @@ def test_an_interrupt_leaves_what_was_there(source: Path, tmp_path: Path) -> Non
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[AsyncLLMError], str]] = {
-    "no file": ("auto_gptq", {"calib_dataset": "nowhere.txt"}, InvalidParameter, "is no file"),
+    "no file": ("auto_gptq", {"calib_dataset": "nowhere.txt"}, InvalidParameter, "is not a file"),
     "few": ("auto_awq", {"texts": [[5], [6]]}, InvalidParameter, "no text has two tokens"),
     "ids": ("auto_awq", {"texts": [[5, 100_000]]}, InvalidParameter, "text 1 cannot be used.*from 0 to"),
     "messages": ("auto_awq", {"texts": [[{"role": "nobody"}]]}, InvalidParameter, "text 1 cannot be used"),
     "bits": ("auto_awq", {"w_bits": 3}, UnsupportedFeature, "w_bits = 3"),
     "gptq bits": ("auto_gptq", {"w_bits": 3}, UnsupportedFeature, "w_bits = 3"),
-    "group": ("auto_awq", {"w_group_size": 48}, InvalidParameter, "no multiple of 32"),
+    "group": ("auto_awq", {"w_group_size": 48}, InvalidParameter, "not a multiple of 32"),
     "divisor": (
         "auto_awq",
         {"w_group_size": 128, "texts": TEXTS},

@@ -58,7 +58,7 @@ def test_the_extractor_of_our_own_model() -> None:
     assert call.args[0].shape == (7, 64)
     torch.testing.assert_close(model.layers[0].mlp(*call.args), call.output)
     assert "forward" not in vars(model.layers[0].mlp)
-    with pytest.raises(InvalidParameter, match="no module of the model, which has embed"):
+    with pytest.raises(InvalidParameter, match="not a module of the model, which has embed"):
         ModuleIOExtractor(model, "layers.9")
     with pytest.raises(InvalidParameter, match="without a call of this MergedLinear"):
         ModuleIOExtractor(open_case(Case("mistral", "default")), "layers.0.mlp.gate_up").extract(ids)

@@ -48,8 +48,8 @@ async def test_each_line_is_answered_as_the_server_answers_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("nonsense", "no JSON object"),
-        ("[" * 100_000, "no JSON object"),
+        ("nonsense", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
         (asked(None, {}), "no custom_id"),
         (asked("a", {}, method="GET"), "not POST"),
         (asked("a", {}, "/v1/files"), "its url is none of"),

@@ -76,7 +76,7 @@ class Grammars:
         if budget is not None:
             if start.closes is None:
                 raise UnsupportedFeature(
-                    "The model's reasoning cannot be bounded: it has none, or its end is no token of its own. Leave "
+                    "The model's reasoning cannot be bounded: it has none, or its end is not a single token. Leave "
                     "thinking_budget out.",
                     "thinking_budget",
                 )

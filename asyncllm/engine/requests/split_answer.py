@@ -131,7 +131,7 @@ class Splitter:
         end, inside = self._beginning(messages, options, prompt_ids)
         if inside and closes is None:
             raise UnsupportedFeature(
-                f"The model begins with reasoning whose end is no token of its own, so it is not known where its "
+                f"The model begins with reasoning whose end is not a single token, so it is not known where its "
                 f"answer begins. Switch the reasoning off, or leave {field} out.",
                 field,
             )

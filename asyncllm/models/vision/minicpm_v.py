@@ -38,7 +38,7 @@ def read_minicpm_v(hf: HFConfig) -> Composed:
     if hf.flag("drop_vision_last_layer", True):
         encoder = msgspec.structs.replace(encoder, num_layers=encoder.num_layers - 1)
     if hf.integer("hidden_size") % HEAD_SIZE:
-        hf.invalid("hidden_size", f"which is no multiple of {HEAD_SIZE}")
+        hf.invalid("hidden_size", f"which is not a multiple of {HEAD_SIZE}")
     vision = MiniCPMVConfig(
         encoder=msgspec.structs.replace(encoder, final_norm=True),
         num_queries=hf.integer("query_num", 64),

@@ -89,7 +89,7 @@ class HealthChecks:
             return repr(error)
 
     async def _ask_models(self, node: Node) -> None:
-        """Read the models of a node. Raises ClientError or ValueError for an answer that is no list of models."""
+        """Read the models of a node. Raises ClientError or ValueError for an answer that is not a list of models."""
         async with self._get(node, "/v1/models", headers=self._headers, auto_decompress=True) as response:
             if response.status in (401, 403):
                 if node.url not in self._closed_to_us:
@@ -104,7 +104,7 @@ class HealthChecks:
                 raise ValueError(f"its /v1/models has the status {response.status}")
             listed = await response.json()
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
-            raise ValueError("its /v1/models is no list of models")
+            raise ValueError("its /v1/models is not a list of models")
         node.models = {entry["id"]: entry for entry in listed["data"] if isinstance(entry, dict) and "id" in entry}
 
     def _get(self, node: Node, path: str, **options: Any) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:

@@ -58,7 +58,7 @@ async def _read(request: web.Request) -> NodeRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(
             400,
-            f'The body is no description of a node ({error}). Send {{"url": "http://host:port"}}.',
+            f'The body is not a description of a node ({error}). Send {{"url": "http://host:port"}}.',
             code="invalid_value",
         ) from None
 

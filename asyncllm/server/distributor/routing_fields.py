@@ -40,7 +40,7 @@ class RoutingFields:
     label: int | None = None
     """The session_id by which a later request may stop this one."""
     unclear_session: bool = False
-    """Whether its session_id is no number."""
+    """Whether its session_id is not a number."""
     response: str | None = None
     """The stored response that it names or continues."""
     repeatable: bool = True
@@ -68,7 +68,8 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 def read_fields(method: str, path: str, body: bytes, tenant: int) -> RoutingFields:
-    """Return the fields of a request. A body that is no JSON object has none, and a node says what is wrong with it."""
+    """Return the fields of a request. A body that is not a JSON object has none, and a node says what is wrong with
+    it."""
     try:
         found = _decode(body) if body else _Body()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -98,7 +99,8 @@ def read_fields(method: str, path: str, body: bytes, tenant: int) -> RoutingFiel
 
 
 def _number(session_id: Any) -> tuple[int | None, bool]:
-    """Return a session_id, which servers take as 7, 7.0 and "7", and whether it is no number. None: there is none."""
+    """Return a session_id, which servers take as 7, 7.0 and "7", and whether it is not a number. None: there is
+    none."""
     if session_id is None:
         return None, False
     try:

@@ -64,7 +64,7 @@ def _answer(found: Health, well: bool) -> web.Response:
 
 async def live(request: web.Request) -> web.Response:
     """200 while the process should be kept: its event loop responds, the model is loaded, and the engine has not failed
-    for good. A long queue is no reason to kill it."""
+    for good. A long queue is not a reason to kill it."""
     found = _health(service_of(request))
     return _answer(found, found.status not in ("starting", "dead"))
 

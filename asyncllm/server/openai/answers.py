@@ -128,7 +128,7 @@ def size_of(piece: Chunk | Response) -> int:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Truncated text, or text that is no JSON object, goes under one
+    """Return the arguments of a call as an object. Truncated text, or text that is not a JSON object, goes under one
     key."""
     try:
         value = json.loads(text or "{}")

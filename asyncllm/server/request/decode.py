@@ -103,7 +103,7 @@ def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ApiError(400, f"The body is no JSON: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
     for name in kept:

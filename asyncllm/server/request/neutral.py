@@ -1,8 +1,8 @@
 """Names that other servers document and this one does not implement, each with its neutral values.
 
-A name that is no field of a route's body is looked up here. With a neutral value it is accepted, as the answer would be
-the same without it; with any other it is refused. null is neutral for all. `docs/differences.md` shows the
-table, and a test compares the two.
+A name that is not a field of a route's body is looked up here. With a neutral value it is accepted, as the answer would
+be the same without it; with any other it is refused. null is neutral for all. `docs/differences.md` shows the table,
+and a test compares the two.
 """
 
 from __future__ import annotations

@@ -256,5 +256,5 @@ class Source:
             text = json.loads("".join(parts), strict=False)
         except ValueError:
             return None
-        # Half of a pair of surrogates is no character.
+        # Half of a pair of surrogates is not a character.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
