@@ -37,8 +37,8 @@ def test_a_context_without_a_model() -> None:
     """A layer alone, of rows of unequal lengths: each row is as it is by itself."""
     attention = Attention(0, 32, AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8))
     for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
-    ids, x = torch.zeros(2, 9, dtype=torch.int64), torch.randn(2, 9, 32)
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(3))
+    ids, x = torch.zeros(2, 9, dtype=torch.int64), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(4))
     options: dict[str, Any] = {
         "num_key_value_heads": 2,
         "head_size": 8,
