@@ -27,7 +27,7 @@ from table import emit
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.distributed.group import Meeting, TorchGroup
+from asyncllm.distributed.group import Rendezvous, TorchGroup
 from asyncllm.ranks.process import rank_environment
 
 ROWS = (1, 16, 64, 256, 1024, 8192)
@@ -94,7 +94,7 @@ def run_rank(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = [int(each) for each in options.rows.split(",")]
-    group = TorchGroup(Meeting(options.rank, options.ranks, options.file), device)
+    group = TorchGroup(Rendezvous(options.rank, options.ranks, options.file), device)
     group.prepare_sums(max(rows), options.size * dtype.itemsize)
     if options.warps and device.type == "cuda":
         from asyncllm.kernels.triton import rank_sum
@@ -136,7 +136,7 @@ def main() -> None:
             run_rank(options)
         return
     with TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--file", os.path.join(folder, "meeting")]
+        command = [sys.executable, *sys.argv, "--file", os.path.join(folder, "rendezvous")]
         programs = [
             subprocess.Popen([*command, "--rank", str(rank)], env=rank_environment(rank))
             for rank in range(options.ranks)

@@ -36,7 +36,7 @@ from asyncllm.protocol import (
 )
 
 if TYPE_CHECKING:
-    from asyncllm.distributed.group import Meeting, TorchGroup
+    from asyncllm.distributed.group import Rendezvous, TorchGroup
 
 __all__ = ["Agent", "LaunchedStep", "LostSteps", "StepExecutor", "compute", "open_executor"]
 
@@ -439,11 +439,11 @@ def open_executor(
     model_path: Path,
     *,
     wrap: Callable[[Agent], Agent] | None = None,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Executor:
     """Return the executor of a model in this process, not started. `model_path` is the checkpoint's folder.
 
-    `wrap` may replace the agent when it is created. `meeting` is where a rank, which has a share of the model, meets
+    `wrap` may replace the agent when it is created. `rendezvous` is where a rank, which has a share of the model, meets
     the other ranks.
     """
     group: TorchGroup | None = None
@@ -453,11 +453,11 @@ def open_executor(
         times, joined = StartTimes(), None
         with nullcontext() if config.device_type == "cpu" else context_meanwhile():
             from asyncllm.agent.model_agent import ModelAgent
-        if meeting is not None:
+        if rendezvous is not None:
             from asyncllm.agent.open_model import choose_device
             from asyncllm.distributed.group import TorchGroup
 
-            joined = TorchGroup(meeting, choose_device(config))
+            joined = TorchGroup(rendezvous, choose_device(config))
         times.lap("import")
         agent: Agent = ModelAgent(config, model_path, times=times, group=joined)
         # A rank that cannot load stays in the group until its process ends. Otherwise the others would fail for lack of

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.distributed.peer_memory import PeerMemory
 
-__all__ = ["Meeting", "RankGroup", "TorchGroup", "heads_of", "rows_of", "tokens_of"]
+__all__ = ["RankGroup", "Rendezvous", "TorchGroup", "heads_of", "rows_of", "tokens_of"]
 
 _TIMEOUT = timedelta(seconds=120)
 """How long to wait for the others at the start, while each reads its share of the weights."""
@@ -21,8 +21,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 """The first name is newer than the oldest supported torch."""
 
 
-class Meeting(NamedTuple):
-    """Where ranks meet."""
+class Rendezvous(NamedTuple):
+    """How ranks find each other: this rank, the number of ranks, and the file through which they meet."""
 
     rank: int
     size: int
@@ -93,21 +93,21 @@ class TorchGroup:
     graphs are gone before `close`. A rank that waits for a dead one is ended by the engine (`ranks.executor`).
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Wait for the other ranks. Raises RuntimeError if they do not appear."""
-        self.rank, self.size = meeting.rank, meeting.size
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self._device = device
         self.peers: PeerMemory | None = None
         """Computes the sums that it supports."""
         if device.type == "cuda":
             # A device without an index is the current one, but the communicator needs an explicit index.
             device = torch.device("cuda", torch.cuda.current_device())
-        store = dist.FileStore(meeting.file, meeting.size)  # type: ignore[attr-defined]
+        store = dist.FileStore(rendezvous.file, rendezvous.size)  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=meeting.rank,
-            world_size=meeting.size,
+            rank=rendezvous.rank,
+            world_size=rendezvous.size,
             timeout=_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )

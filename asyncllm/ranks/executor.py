@@ -94,8 +94,8 @@ class RankExecutor:
         """`model_path` is the checkpoint's folder."""
         self.num_ranks = config.tp
         self._config, self._model_path = msgspec.structs.replace(config, isolated=False, tp=1), str(model_path)
-        self._meeting_file = ""
-        """Where several ranks meet: an unnamed file, given by the descriptor that they inherit."""
+        self._rendezvous_file = ""
+        """The file of several ranks' rendezvous: unnamed, given by the descriptor that they inherit."""
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._processes: list[RankProcess] = []
@@ -172,14 +172,14 @@ class RankExecutor:
         assert self._loop is not None
 
         def start_all() -> None:
-            meeting = os.memfd_create("asyncllm-meeting", os.MFD_CLOEXEC) if self.num_ranks > 1 else None
+            rendezvous = os.memfd_create("asyncllm-rendezvous", os.MFD_CLOEXEC) if self.num_ranks > 1 else None
             try:
                 for rank in range(self.num_ranks):
-                    self._processes.append(RankProcess(rank, num_ranks=self.num_ranks, meeting=meeting))
+                    self._processes.append(RankProcess(rank, num_ranks=self.num_ranks, rendezvous=rendezvous))
             finally:
-                if meeting is not None:
-                    self._meeting_file = f"/proc/self/fd/{meeting}"
-                    os.close(meeting)
+                if rendezvous is not None:
+                    self._rendezvous_file = f"/proc/self/fd/{rendezvous}"
+                    os.close(rendezvous)
 
         starting = self._loop.create_task(in_thread(start_all), name="asyncllm-ranks")
         try:
@@ -198,7 +198,7 @@ class RankExecutor:
         self._unanswered.append(deque())
         process.watch(self._process_ended)
         self._channels.append(Channel(process.end, partial(self._take, rank), lambda: None))
-        start = Start(self._config, self._model_path, rank, self.num_ranks, self._meeting_file)
+        start = Start(self._config, self._model_path, rank, self.num_ranks, self._rendezvous_file)
         self._channels[rank].send(encode(start))
 
     def submit(self, batch: Batch) -> asyncio.Future[StepOutput]:

@@ -81,8 +81,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     model_path: str
     rank: int = 0
     num_ranks: int = 1
-    meeting_file: str = ""
-    """Where several ranks meet."""
+    rendezvous_file: str = ""
+    """The file of `distributed.group.Rendezvous`, for several ranks."""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True):

@@ -33,8 +33,8 @@ each rank sees a single GPU, which all of them number 0."""
 class RankProcess:
     """A started child. `end` is the parent's end of the pair, which a `Channel` takes over."""
 
-    def __init__(self, rank: int, *, num_ranks: int = 1, meeting: int | None = None) -> None:
-        """Start the process. With several ranks, each sees one GPU, and gets the file descriptor `meeting`.
+    def __init__(self, rank: int, *, num_ranks: int = 1, rendezvous: int | None = None) -> None:
+        """Start the process. With several ranks, each sees one GPU, and gets the file descriptor `rendezvous`.
 
         Takes some milliseconds. Raises OSError if the system cannot start another process.
         """
@@ -46,7 +46,7 @@ class RankProcess:
                 program = _PROGRAM.format(path=sys.path, descriptor=descriptor, parent=os.getpid())
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", program],
-                    pass_fds=[descriptor] if meeting is None else [descriptor, meeting],
+                    pass_fds=[descriptor] if rendezvous is None else [descriptor, rendezvous],
                     stdin=subprocess.DEVNULL,
                     env=rank_environment(rank) if num_ranks > 1 else None,
                     process_group=0,  # Ctrl-C is for the parent.

@@ -96,13 +96,13 @@ class Rank:
         start = await self._started
         if start is None:
             return
-        meeting = None
+        rendezvous = None
         if start.num_ranks > 1:
-            from asyncllm.distributed.group import Meeting
+            from asyncllm.distributed.group import Rendezvous
 
-            meeting = Meeting(start.rank, start.num_ranks, start.meeting_file)
+            rendezvous = Rendezvous(start.rank, start.num_ranks, start.rendezvous_file)
         self._model_path = Path(start.model_path)
-        executor = open_executor(start.config, self._model_path, meeting=meeting)
+        executor = open_executor(start.config, self._model_path, rendezvous=rendezvous)
         try:
             limits = await executor.start()
         except Exception as error:
