@@ -168,9 +168,11 @@ class HFConfig:
 
     def of_layers(self, kind: str) -> HFConfig:
         """Return the file as read by layers of this kind, such as "full_attention": with their own rope_parameters, if
-        these are given by kind of layer."""
+        these are given by kind of layer. Raises UnsupportedModel if they are given for all layers at once."""
         nested = self.fields.get("rope_parameters")
         if not isinstance(nested, dict) or not isinstance(nested.get(kind), dict):
+            if isinstance(nested, dict) and not any(isinstance(each, dict) for each in nested.values()) and nested:
+                self.unsupported("rope_parameters", "Name the kinds of layers that each rotation is for.")
             return self
         return self.changed({"rope_parameters": nested[kind]})
 

@@ -404,6 +404,10 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("Gemma2ForCausalLM", "hidden_activation", "gelu"),
         ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
         ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
+        *(
+            (name, "rope_parameters", {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0})
+            for name in ("Gemma3ForCausalLM", "MellumForCausalLM", "Olmo3ForCausalLM")
+        ),
         (
             "Lfm3ForCausalLM",
             "rope_parameters",
