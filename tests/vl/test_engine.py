@@ -221,6 +221,23 @@ async def test_a_request_says_how_its_images_are_prepared() -> None:
         engine.check_idle()
 
 
+async def test_auto_is_the_choice_of_the_family() -> None:
+    """LLaVA-OneVision does not cut several images; only what a request says itself changes that."""
+    async with AsyncEngine(str(folder_of("onevision")), config()) as engine:
+
+        async def tokens(detail: str | None, whole: Any = None) -> int:
+            said = {} if detail is None else {"detail": detail}
+            parts = [{"type": "image", "image": {"data": picture(seed, 90, 60), **said}} for seed in (1, 2)]
+            prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+            answer = await engine.generate(prompt, GREEDY, mm_processor_kwargs=whole)
+            return answer.image_token_len
+
+        usual = await tokens(None)
+        assert usual == await tokens("low") == await tokens("auto") == await tokens(None, {"detail": "auto"})
+        assert usual < await tokens("high") == await tokens(None, {"detail": "high"})
+        engine.check_idle()
+
+
 async def test_of_two_texts_the_second_may_name_an_image(engine: AsyncEngine, tmp_path: Path) -> None:
     picture(1).save(tmp_path / "cat 1.PNG")
     for name in (str(tmp_path / "cat 1.PNG"), f"file://{tmp_path}/cat%201.PNG"):

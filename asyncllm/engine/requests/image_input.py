@@ -52,11 +52,12 @@ class ImageInput:
     ) -> tuple[Any, list[PromptImage]]:
         """Return a prompt with marks in place of its images, and the prepared images in order.
 
-        `mm_processor_kwargs` in the options applies to all images; an image part's own options take precedence.
+        `mm_processor_kwargs` in the options applies to all images; an image part's own options take precedence, but
+        `detail: auto` says nothing.
         `before`: images of the conversation so far. Each image is loaded in a thread, at its owner's turn. Raises
         InvalidRequest, EngineError.
         """
-        usual = self._checked(options.mm_processor_kwargs)
+        usual = _without_auto(self._checked(options.mm_processor_kwargs))
         if not holds_images(prompt):
             return prompt, []
         if self._processor is None:
@@ -71,7 +72,7 @@ class ImageInput:
             isinstance(cutting, CuttingProcessor)
             and before + sum(not source.is_video for source in sources) > cutting.max_cut_images
         ):
-            usual = {**usual, "detail": "low"}
+            usual = {"detail": "low", **usual}
         images = [await self._prepared(source, usual, owner, options.cache_salt) for source in sources]
         return marked, [
             msgspec.structs.replace(image, text=with_numbers(image.text, before + index))
@@ -84,7 +85,10 @@ class ImageInput:
         preparation = self._preparation
         assert preparation is not None  # `take` has checked this.
         known = VIDEO_OPTIONS if source.is_video else OPTIONS
-        options = {**{name: value for name, value in usual.items() if name in known}, **source.options}
+        options = {
+            **{name: value for name, value in usual.items() if name in known},
+            **_without_auto(source.options),
+        }
         prepare = partial(preparation.prepare, source.image, options, cache_salt)
         if not source.is_video:
             return await self._offload(prepare, IMAGE_SIZE, owner)
@@ -160,3 +164,7 @@ class ImageInput:
             placed.append(msgspec.structs.replace(image, position=first, length=within[-1][1], spans=within))
         token_ids.extend(ids[start:])
         return token_ids, placed
+
+
+def _without_auto(options: _Options) -> _Options:
+    return {name: value for name, value in options.items() if (name, value) != ("detail", "auto")}
