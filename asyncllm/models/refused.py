@@ -71,6 +71,9 @@ _BEHIND_ENCODERS = (
 )
 
 REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
+    "Apertus1p5TextForCausalLM": Refused(
+        "Apertus 1.5, text", "fewer logits than there are tokens are not implemented", "ApertusForCausalLM"
+    ),
     "ArcticForCausalLM": Refused("Snowflake Arctic", NO_REFERENCE, "MixtralForCausalLM"),
     "AriaTextForCausalLM": Refused(
         "Aria, text", "the tensor names of its experts are not supported", "MixtralForCausalLM"
@@ -96,6 +99,7 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
         "Differential Transformer", "differential attention is not implemented", "LlamaForCausalLM"
     ),
     "DogeForCausalLM": Refused("Doge", "its value-dependent masks are not implemented", "Qwen3ForCausalLM"),
+    "DoryForCausalLM": Refused("Dory", "layers that run several times are not implemented", "LlamaForCausalLM"),
     "Dots3NoteForCausalLM": Refused("dots3 note", _INDEX, "DeepseekV32ForCausalLM"),
     "Emu3ForCausalLM": Refused("Emu3", "it generates images as tokens", "LlamaForCausalLM"),
     "FuyuForCausalLM": Refused("Fuyu 8B", "its image patches are not supported", "PersimmonForCausalLM"),
@@ -110,6 +114,9 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "HYV4ForCausalLM": Refused("Hy4 preview", _STREAMS, "HYV3ForCausalLM"),
     "Inkling2ForCausalLM": Refused(
         "Inkling 2", "distance logits and dynamic convolutions are not implemented", "Gemma3ForCausalLM"
+    ),
+    "Inkling2LoopForCausalLM": Refused(
+        "Inkling 2 Loop", "layers that run several times are not implemented", "Gemma3ForCausalLM"
     ),
     "InklingForCausalLM": Refused("Inkling", "distance logits in attention are not implemented", "Gemma3ForCausalLM"),
     "InternLMXComposerForCausalLM": Refused(
@@ -127,6 +134,9 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     ),
     "Kolibri1ForCausalLM": Refused(
         "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
+    ),
+    "LaraMiniForCausalLM": Refused(
+        "Lara 4 Mini", "delta nets whose files have one tensor for all inputs are not supported", "Qwen3NextForCausalLM"
     ),
     "LongcatFlashForCausalLM": Refused(
         "LongCat-Flash",

@@ -28,6 +28,7 @@ _QUERIES = "the learned queries that read its tower are not implemented"
 _DRAWS = "its images are tokens of a codebook, which is not implemented"
 
 REFUSED_VISION_MODELS: Mapping[str, Refused] = {
+    "Apertus1p5ForConditionalGeneration": Refused("Apertus 1.5", _DRAWS, "JanusForConditionalGeneration"),
     "AriaForConditionalGeneration": Refused("Aria", _NEITHER, "Idefics3ForConditionalGeneration"),
     "Blip2ForConditionalGeneration": Refused("BLIP-2", _QUERIES, _NEAREST_LLAVA),
     "BlipForConditionalGeneration": Refused("BLIP", _CROSS, _NEAREST_LLAVA),
@@ -58,6 +59,7 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
     "H2OVLChatModel": Refused("H2OVL Mississippi", NO_REFERENCE, "InternVLChatModel"),
     "HCXVisionForCausalLM": Refused("HyperCLOVA X SEED Vision", NO_REFERENCE, "LlavaOnevisionForConditionalGeneration"),
     "HunYuanVLForConditionalGeneration": Refused("HunyuanOCR", _NEITHER, "PaddleOCRVLForConditionalGeneration"),
+    "HYV4VLForConditionalGeneration": Refused("Hy4 VL", _NEITHER, "Qwen3VLForConditionalGeneration"),
     "HyperCLOVAXVisionV2ForConditionalGeneration": Refused(
         "HyperCLOVA X SEED Think with images", _OWN_TOWER, "Qwen2_5_VLForConditionalGeneration"
     ),
@@ -68,6 +70,7 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
         "Idefics3ForConditionalGeneration",
     ),
     "Inkling2ForConditionalGeneration": Refused("Inkling 2", _NEITHER, "Qwen3VLForConditionalGeneration"),
+    "Inkling2LoopForConditionalGeneration": Refused("Inkling 2 Loop", _NEITHER, "Qwen3VLForConditionalGeneration"),
     "InklingForConditionalGeneration": Refused("Inkling", _NEITHER, "Qwen3VLForConditionalGeneration"),
     "InstructBlipForConditionalGeneration": Refused("InstructBLIP", _QUERIES, _NEAREST_LLAVA),
     "InstructBlipVideoForConditionalGeneration": Refused(
