@@ -16,10 +16,12 @@ from asyncllm.text.replies.marked_json import (
     COHERE,
     FUNCTOOLS,
     GRANITE,
+    GRANITE_20B_FC,
     HERMES,
     INTERNLM,
     JAMBA,
     NEMOTRON_JSON,
+    XLAM,
 )
 from asyncllm.text.replies.mistral import MISTRAL
 from asyncllm.text.replies.pythonic import LFM2, OLMO3, PYTHONIC
@@ -58,8 +60,10 @@ TOOL_FORMATS = (
     FUNCTIONGEMMA,
     FUNCTOOLS,
     GRANITE,
+    GRANITE_20B_FC,
     JAMBA,
     NEMOTRON_JSON,
+    XLAM,
     APERTUS,
     COHERE,
     MINIMAX_M2,
@@ -179,6 +183,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<tool_call>",), HERMES),
     (("<tool_calls>",), JAMBA),
     (("<TOOLCALL>",), NEMOTRON_JSON),
+    (("<function_call>",), GRANITE_20B_FC),
     (("<|tools_prefix|>",), APERTUS),
     (("<|python_tag|>",), LLAMA3_JSON),
     (('"parameters"', "function name", "<|start_header_id|>"), LLAMA3_JSON),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asyncllm.text.replies.reader import Reader
 from asyncllm.text.replies.source import Reading
 
-__all__ = ["CALL_KEYS", "Keys", "read_calls", "read_object"]
+__all__ = ["CALL_KEYS", "Keys", "further_object", "read_calls", "read_object"]
 
 
 class Keys(NamedTuple):
@@ -34,14 +34,15 @@ def read_calls(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
         return (yield from read_object(reader, keys))
     if not (yield from read_object(reader, keys)):
         return False
-    while (yield from reader.attempt(_further(reader, keys))):
+    while (yield from reader.attempt(further_object(reader, keys))):
         pass
     yield from source.space()
     yield from source.literal("]")
     return True
 
 
-def _further(reader: Reader, keys: Keys) -> Reading:
+def further_object(reader: Reader, keys: Keys) -> Reading:
+    """Read a comma and another call."""
     yield from reader.source.space()
     return (yield from reader.source.literal(",")) and (yield from read_object(reader, keys))
 

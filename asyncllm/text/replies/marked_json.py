@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, NUMBER, shaped
-from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls
+from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, further_object, read_calls, read_object
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
-__all__ = ["APERTUS", "COHERE", "FUNCTOOLS", "GRANITE", "HERMES", "INTERNLM", "JAMBA", "NEMOTRON_JSON"]
+__all__ = [
+    "APERTUS",
+    "COHERE",
+    "FUNCTOOLS",
+    "GRANITE",
+    "GRANITE_20B_FC",
+    "HERMES",
+    "INTERNLM",
+    "JAMBA",
+    "NEMOTRON_JSON",
+    "XLAM",
+]
 
 
 def _between(closers: tuple[str, ...], keys: Keys = CALL_KEYS) -> Callable[[Reader, str], Reading]:
@@ -72,6 +83,50 @@ JAMBA = _list("jamba", "<tool_calls>", "</tool_calls>", "\n    ")
 """Jamba 1.5 and later, and Hunyuan-A13B, on one line."""
 NEMOTRON_JSON = _list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
 """Llama Nemotron, Nemotron Nano 2."""
+
+GRANITE_20B_FC = ToolFormat(
+    "granite-20b-fc",
+    ("<function_call>",),
+    _between(()),
+    grammars=(shaped("<function_call>", f" {CALL}", between="\n<function_call>"),),
+)
+"""Granite 20B Functioncalling."""
+
+XLAM_LIST = "[{"
+
+
+def _read_xlam(reader: Reader, opener: str) -> Reading:
+    """Read a list of calls, bare or between marks. A bare one within text is a call only if it names a tool."""
+    if opener != XLAM_LIST:
+        return (yield from _between(("</tool_call>", "```"))(reader, opener))
+    return not reader.output.inside and (yield from _bare_list(reader))
+
+
+def _bare_list(reader: Reader) -> Reading:
+    keys = CALL_KEYS._replace(known=True)
+    source = reader.source
+    yield from source.space()
+    name = yield from source.json_string()
+    if name != "name" or not (yield from read_object(reader, keys, name)):
+        return False
+    while (yield from reader.attempt(further_object(reader, keys))):
+        pass
+    yield from source.space()
+    yield from source.literal("]")
+    return True
+
+
+XLAM = ToolFormat(
+    "xlam",
+    ("[TOOL_CALLS]", "<tool_call>", "```json", XLAM_LIST),
+    _read_xlam,
+    at_start=lambda reader: read_calls(reader, CALL_KEYS._replace(both=True)),
+    inside=("</tool_call>",),
+    grammars=(
+        shaped("", CALL, before="[", between=", ", after="]", lookalike=lambda names: r"(.|\n)*(\[\{|```json)(.|\n)*"),
+    ),
+)
+"""xLAM 2, with and without marks."""
 
 INTERNLM = ToolFormat(
     "internlm",

@@ -483,4 +483,35 @@ SAMPLES: dict[str, Sample] = {
     "apertus, no mark behind": Sample(
         "apertus", None, f'<|tools_prefix|>[{{"weather": {ZURICH}}}', Said(calls=BOTH[:1])
     ),
+    "granite-20b-fc": Sample(
+        "granite-20b-fc",
+        None,
+        f'Ok.\n<function_call> {{"name": "weather", "arguments": {ZURICH}}}\n<function_call> '
+        '{"name": "now", "arguments": {}}',
+        Said("Ok.", calls=BOTH),
+    ),
+    "xlam": Sample(
+        "xlam",
+        None,
+        f'[{{"name": "weather", "arguments": {ZURICH}}}, {{"name": "now", "arguments": {{}}}}]',
+        Said(calls=BOTH),
+    ),
+    "xlam, behind text": Sample(
+        "xlam",
+        "qwen3",
+        '<think>Is it [{"name": "now"}]?</think>Ok. [{"name": "now"}] Done.',
+        Said("Ok.Done.", 'Is it [{"name": "now"}]?', BOTH[1:]),
+    ),
+    "xlam, in a block": Sample(
+        "xlam", None, 'Ok.\n```json\n[{"name": "now", "arguments": {}}]\n```', Said("Ok.", calls=BOTH[1:])
+    ),
+    "xlam, marked": Sample(
+        "xlam", None, 'Ok.[TOOL_CALLS][{"name": "now", "arguments": {}}]', Said("Ok.", calls=BOTH[1:])
+    ),
+    "xlam, tagged": Sample(
+        "xlam", None, 'Ok.<tool_call>[{"name": "now", "arguments": {}}]</tool_call>', Said("Ok.", calls=BOTH[1:])
+    ),
+    "xlam, another list": Sample(
+        "xlam", None, '```json\n[{"a": 1}]\n``` [{"name": "Ada"}]', Said('```json\n[{"a": 1}]\n``` [{"name": "Ada"}]')
+    ),
 }
