@@ -148,6 +148,16 @@ def test_a_long_video_moves_the_text_behind_it() -> None:
     assert np.array_equal(odd.pixels[-20 * 4 :, :, 0], odd.pixels[-20 * 4 :, :, 1])
 
 
+@pytest.mark.parametrize(("count", "grid"), [(3, (8, 4)), (4, (7, 4)), (5, (6, 3))])
+def test_an_odd_number_of_frames_is_scaled_by_itself(count: int, grid: tuple[int, int]) -> None:
+    """As Qwen3VLVideoProcessor scales: a side by sqrt(max_pixels / (frames * height * width)), rounded down."""
+    processor: Any = open_processor(folder_of("qwen3_vl"))
+    prepared = processor.prepare_video(frames_of(count, size=(111, 197)), {"max_pixels": 8192})
+    scale = (8192 / (count * 111 * 197)) ** 0.5
+    assert prepared.grid == grid == (int(197 * scale / 8), int(111 * scale / 8))
+    assert prepared.steps == (count + 1) // 2
+
+
 async def test_wrong_videos_are_refused() -> None:
     async with AsyncEngine(str(folder_of("qwen2_vl")), CONFIG) as engine:
         mixed = [picture(1), picture(2, 80, 40)]

@@ -21,8 +21,12 @@ __all__ = ["FlatProcessor", "Glm4vProcessor", "PaddleOcrVlProcessor", "QwenProce
 MAX_RATIO = 200
 
 
-def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
-    """Return the height and width nearest to an image's that are multiples of `factor` and within the bounds.
+def whole_squares(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, *, frames: int = 1, whole: int | None = None
+) -> tuple[int, int]:
+    """Return the height and width nearest to an image's that are multiples of `factor` and within the bounds, which
+    apply to `frames` frames together. `whole`: the number of frames in whole steps, by which it is decided whether they
+    are scaled.
 
     Raises InvalidMessage if the image is more than 200 times as long as wide.
     """
@@ -31,12 +35,13 @@ def whole_squares(height: int, width: int, factor: int, min_pixels: float, max_p
             f"The image of {width} x {height} is more than {MAX_RATIO} times as long as wide. Cut it into several."
         )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
+    pixels = (frames if whole is None else whole) * rows * columns
+    if pixels > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
         rows = max(factor, math.floor(height / scale / factor) * factor)
         columns = max(factor, math.floor(width / scale / factor) * factor)
-    elif rows * columns < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
+    elif pixels < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
     return rows, columns
 
@@ -116,7 +121,7 @@ class Glm4vProcessor(QwenProcessor):
         factor, short = self.patch * self.merge, min(height, width)
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
-        return whole_squares(height, width, factor, min_pixels / self._frames, max_pixels / self._frames)
+        return whole_squares(height, width, factor, min_pixels, max_pixels, frames=self._frames)
 
 
 class PaddleOcrVlProcessor(QwenProcessor):

@@ -60,7 +60,7 @@ class QwenVideoProcessor(QwenProcessor):
             if clip.rate is None:
                 wanted.check_list()
             count = len(clip.indices) + -len(clip.indices) % self._frames
-            height, width = self._shown_size(count, clip.height, clip.width, min_pixels, max_pixels)
+            height, width = self._shown_size(len(clip.indices), clip.height, clip.width, min_pixels, max_pixels)
             check_frame_sizes(count, height, width)
             pixels = self._cut(clip, count, height, width)
         factor = self._video.patch * self._video.merge
@@ -146,7 +146,9 @@ class Qwen3VideoProcessor(QwenVideoProcessor):
         short = min(height, width)
         if short < factor:
             height, width = int(height * (factor / short)), int(width * (factor / short))
-        return whole_squares(height, width, factor, min_pixels / count, max_pixels / count)
+        # transformers rounds half a step to an even number of them.
+        whole = max(round(count / self._frames), 1) * self._frames
+        return whole_squares(height, width, factor, min_pixels, max_pixels, frames=count, whole=whole)
 
     def _image(
         self,
