@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from asyncllm import types
+from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import json_response
 from asyncllm.server.openai.inputs import pooled_inputs
 from asyncllm.server.openai.requests import EmbeddingRequest
@@ -23,12 +24,21 @@ __all__ = ["embeddings"]
 
 async def embeddings(request: web.Request) -> web.Response:
     """The vector of each input: the hidden state of its last token, or the mean of all, scaled to length 1. The
-    checkpoint's own files override this default, and the request's `pooling` overrides both."""
+    checkpoint's own files override this default, and the request's `pooling` and `normalize` override both."""
     service = service_of(request)
     body = await read_request(request, EmbeddingRequest)
+    normalize = body.use_activation if body.normalize is None else body.normalize
+    if body.use_activation not in (None, normalize):
+        raise ApiError(
+            400,
+            "normalize and use_activation contradict each other. Send one.",
+            code="invalid_value",
+            param="use_activation",
+        )
     found = await service.engine.embed(
         await pooled_inputs(request, body),
         pooling=body.pooling,
+        normalize=normalize,
         dimensions=body.dimensions,
         adapter_name=service.adapter_of(body.model),
         **request_options(request, body),

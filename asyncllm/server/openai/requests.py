@@ -179,6 +179,10 @@ class EmbeddingRequest(PooledInput, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     pooling: Literal["mean", "last"] | None = None
+    normalize: bool | None = None
+    """Scale the vectors to length 1 (vLLM's)."""
+    use_activation: bool | None = None
+    """`normalize`."""
 
 
 class ScoreRequest(PooledFields, kw_only=True):

@@ -41,9 +41,25 @@ async def test_token_ids_dimensions_and_pooling() -> None:
     assert mean.data[0].embedding != text.data[0].embedding
 
 
+async def test_vectors_have_length_1_unless_they_shall_not() -> None:
+    async with serving(FakeEngine()) as served:
+        raw = await served.engine.embed("abc", normalize=False)
+        assert not isinstance(raw, list)
+        for fields, scaled in (
+            ({}, True),
+            ({"normalize": True}, True),
+            ({"normalize": False}, False),
+            ({"use_activation": False}, False),
+            ({"use_activation": False, "normalize": False}, False),
+        ):
+            _, found = await served.post("/v1/embeddings", {"input": "abc", **fields})
+            assert (found["data"][0]["embedding"] != raw.values) is scaled, fields
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
+        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "contradict"),
         ({"input": []}, "input", "holds 0 entries"),
         ({"input": ""}, "input", "is empty"),
         ({"input": ["one", 5]}, "input", "mixes texts and token ids"),
