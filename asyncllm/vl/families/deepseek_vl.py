@@ -8,7 +8,6 @@ from typing import Any
 
 from PIL import Image
 
-from asyncllm.errors import InvalidCheckpoint
 from asyncllm.prompt_image import ImageProcessor
 from asyncllm.vl.image_tokens import added_tokens, image_token, token_of
 from asyncllm.vl.known_towers import multi_modality_fields, tower_of
@@ -29,7 +28,7 @@ def _janus(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
 def _padded(settings: Fields, where: str) -> PictureSettings:
     if settings.get("do_pad") is False:
         raise ValueError("do_pad = false leaves pictures that are not square")
-    return PictureSettings(settings, where)
+    return PictureSettings({**settings, "do_center_crop": False}, where)
 
 
 def _deepseek(fields: Fields, settings: Fields, where: str) -> DeepseekVlProcessor:
@@ -54,18 +53,12 @@ def _deepseek_hybrid(fields: Fields, settings: Fields, where: str) -> ImageProce
         "length": (vision["image_size"] // vision["patch_size"]) ** 2,
     }
     usual = {key: value for key, value in settings.items() if key not in names}
-    processor = DeepseekVlHybridProcessor(
+    return DeepseekVlHybridProcessor(
         _padded(settings, where),
-        large=DeepseekVlProcessor(PictureSettings({**usual, **own}, where), side=large["image_size"], **same),
+        large=DeepseekVlProcessor(_padded({**usual, **own}, where), side=large["image_size"], **same),
         side=vision["image_size"],
         **same,
     )
-    if (processor.edge, processor.large.edge) != (vision["image_size"], large["image_size"]):
-        raise InvalidCheckpoint(
-            f"{where}: size and high_res_size are {processor.edge} and {processor.large.edge}, but config.json has "
-            f"towers for {vision['image_size']} and {large['image_size']} pixels. Correct the file."
-        )
-    return processor
 
 
 def _multi_modality(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
