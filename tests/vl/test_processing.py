@@ -398,6 +398,22 @@ def test_tiles_have_no_other_tokens_than_patches(kind: str, strategy: str, tmp_p
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
+def test_images_of_minicpm_v_may_have_no_numbers(tmp_path: Path) -> None:
+    shutil.copytree(folder_of("minicpm_v_2_6"), tmp_path, dirs_exist_ok=True)
+    file, image, texts = tmp_path / "preprocessor_config.json", picture(1, 200, 90), []
+    for said in (True, False):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "use_image_id": said}))
+        processor = open_processor(tmp_path)
+        assert processor is not None
+        texts.append(processor.prepare(image, {}).text)
+    number, _, rest = texts[0].partition("</image_id>")
+    assert number.startswith("<image_id>")
+    assert "<slice>" in rest == texts[1]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_feature_size": 7}))
+    with pytest.raises(InvalidCheckpoint, match="image_feature_size is another"):
+        open_processor(tmp_path)
+
+
 def test_images_of_command_a_may_stay_whole(tmp_path: Path) -> None:
     shutil.copytree(folder_of("cohere2_vision"), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "preprocessor_config.json"

@@ -166,7 +166,7 @@ def _minicpm_v(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         read,
         token_id=token_of(Path(where).parent, "<unk>"),
         tokens=PictureSettings(fields, "config.json").integer("query_num", 64),
-        numbered=str(fields.get("version")) != "2.5",
+        sliced=str(fields.get("version")) != "2.5",
     )
 
 

@@ -29,10 +29,14 @@ class MiniCpmVProcessor(ImageProcessor):
     """Pixels [patches, 3 * patch * patch] of all pictures, the whole first. Each picture has a placeholder of its own
     in the prompt."""
 
-    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, numbered: bool) -> None:
-        """`tokens`: tokens of a picture. `numbered`: whether the prompt numbers its images and marks each slice as a
-        slice (2.6), rather than all of them as images within one slice (2.5)."""
-        self.settings, self.token_id, self._tokens, self._numbered = settings, token_id, tokens, numbered
+    def __init__(self, settings: PictureSettings, *, token_id: int, tokens: int, sliced: bool) -> None:
+        """`tokens`: tokens of a picture. `sliced`: whether the prompt marks each slice as a slice, and numbers its
+        images unless the settings say otherwise (2.6), rather than marking all slices as images within one slice (2.5).
+        Raises ValueError if the settings have another number of tokens."""
+        self.settings, self.token_id, self._tokens, self._sliced = settings, token_id, tokens, sliced
+        self._numbered = sliced and settings.fields.get("use_image_id") is not False
+        if settings.integer("image_feature_size", tokens) != tokens:
+            raise ValueError("image_feature_size is another than query_num")
         self._patch = settings.integer("patch_size", 14, maximum=1024)
         self._side = settings.integer("scale_resolution", 448, maximum=2**14)
         cuts = settings.fields.get("slice_mode", True) is not False
@@ -96,6 +100,7 @@ class MiniCpmVProcessor(ImageProcessor):
         whole = "<image><unk></image>"
         if self._numbered:
             whole = f"<image_id>{INDEX_MARK}</image_id>{whole}"
+        if self._sliced:
             return whole + "\n".join(["<slice><unk></slice>" * columns] * rows) + "\n"
         lines = "\n".join(["<image><unk></image>" * columns] * rows)
         return f"{whole}<slice>{lines}</slice>\n" if rows else f"{whole}\n"
