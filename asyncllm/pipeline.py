@@ -20,7 +20,7 @@ from asyncllm.config import (
     VisionConfig,
     checked,
 )
-from asyncllm.config.lmdeploy_settings import PIPELINES, without_neutral
+from asyncllm.config.lmdeploy_settings import CALLS, PIPELINES, without_neutral
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
@@ -468,7 +468,7 @@ def _replace(config: Config, fields: dict[str, Any]) -> Config:
 def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
     """Return `gen_config` with the options that are its fields, and the options that concern the request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
-    options = {name: value for name, value in options.items() if name not in keywords}
+    options = without_neutral(CALLS, {name: value for name, value in options.items() if name not in keywords})
     if "enable_thinking" in options:
         variables = keywords.get("chat_template_kwargs") or {}
         keywords["chat_template_kwargs"] = {**variables, "enable_thinking": options.pop("enable_thinking")}

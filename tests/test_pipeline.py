@@ -67,6 +67,12 @@ class TestCall:
     def test_raw_prompts(self, pipe: FakePipeline) -> None:
         assert pipe("ping", do_preprocess=False).text == "pong"
 
+    def test_options_about_the_log_have_no_effect(self, pipe: FakePipeline) -> None:
+        """LMDeploy's own tests pass them to each call."""
+        assert pipe("ping", log_level="INFO", max_log_len=10).text == "pong"
+        assert len(list(pipe.stream_infer("ping", log_level="INFO"))) > 0
+        assert pipe.chat("ping", max_log_len=10).response is not None
+
     def test_options_of_older_programs_win_over_the_config(self, pipe: FakePipeline) -> None:
         answer = pipe("abcdef", GenerationConfig(max_new_tokens=5), request_output_len=2, top_k=40, temperature=0.5)
         assert (answer.text, answer.finish_reason) == ("ab", "length")

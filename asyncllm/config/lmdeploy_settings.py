@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm.config.neutral import Neutral
 from asyncllm.errors import UnsupportedFeature, short
 
-__all__ = ["ANSWERS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
+__all__ = ["ANSWERS", "CALLS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
 
 
 _NO_TRANSFER = "KV blocks are not transferred to other servers; leave it out."
@@ -97,6 +97,9 @@ PIPELINES: Mapping[str, Neutral] = {
     **_each("allowed_media_domains", (), "A program chooses the URLs it fetches; the server has such a list."),
 }
 """Arguments of pipeline()."""
+
+CALLS: Mapping[str, Neutral] = _each("log_level max_log_len", None, "The log is that of pipeline().")
+"""Arguments of a call of a pipeline, which have no effect in LMDeploy either."""
 
 COMMANDS: Mapping[str, Neutral] = {
     **ENGINES,
