@@ -2,12 +2,14 @@
 
 Clients send a call's arguments as JSON text, and null as the content next to calls. Templates differ: some iterate over
 the arguments, some write them with `tojson`, some take them as text; some test whether there is a content, some
-concatenate it with other texts.
+concatenate it with other texts. Mistral's take ids of nine letters and digits alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from typing import Any
 
 from asyncllm.errors import InvalidMessage
@@ -17,6 +19,7 @@ __all__ = ["ToolHistory"]
 
 OBJECT = {"key": "value"}
 TEXT = json.dumps(OBJECT)
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ToolHistory:
@@ -32,6 +35,7 @@ class ToolHistory:
         self._takes_any_text = with_text is not None
         form = OBJECT if self._wants_object else TEXT
         with_null, with_empty = self._written(form, None), self._written(form, "") or ""
+        self._wants_short_ids = with_empty != "" and self._written(form, "", call_id=f"call_{'a' * 24}") is None
         self._takes_null = with_null is not None and with_null.count("None") <= with_empty.count("None")
 
     def fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,11 +52,20 @@ class ToolHistory:
             names.update(_names(message["tool_calls"]))
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
             message = {**message, "name": names[message["tool_call_id"]]}
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            message = {**message, "tool_call_id": self._fitted_id(call_id)}
         return message
+
+    def _fitted_id(self, call_id: str) -> str:
+        if not self._wants_short_ids or SHORT_ID.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
 
     def _fitted_call(self, call: Any) -> Any:
         if not isinstance(call, dict):
             return call
+        if isinstance(call.get("id"), str):
+            call = {**call, "id": self._fitted_id(call["id"])}
         if isinstance(call.get("function"), dict):
             return {**call, "function": self._fitted_call(call["function"])}
         arguments = call.get("arguments")
@@ -73,10 +86,9 @@ class ToolHistory:
             return value
         return arguments if self._takes_any_text else {"arguments": arguments}
 
-    def _written(self, arguments: object, content: str | None) -> str | None:
+    def _written(self, arguments: object, content: str | None, call_id: str = "a" * 9) -> str | None:
         """Return the template's text for one call; None if it fails."""
-        # Mistral's templates require ids of nine letters.
-        call = {"id": "aaaaaaaaa", "type": "function", "function": {"name": "tool", "arguments": arguments}}
+        call = {"id": call_id, "type": "function", "function": {"name": "tool", "arguments": arguments}}
         turn: list[dict[str, Any]] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": content, "tool_calls": [call]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,20 @@ def test_calls_of_any_shape_are_left_to_the_template(checkpoint: Callable[..., P
     for calls in ([5], ["x"], [{}], [{"function": 5}], [{"function": {}}], [{"id": 5, "function": {"name": 5}}]):
         text = template.render([{"role": "assistant", "content": "", "tool_calls": calls}], add_generation_prompt=False)
         assert text == "<assistant>" + json.dumps(calls)
+
+
+def test_ids_are_short_where_the_template_takes_no_others(checkpoint: Callable[..., Path]) -> None:
+    """As Mistral's do. The id of a result is its call's, and an id of the right form stays."""
+    checked = "{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }}"
+    source = LOOP + CALLS + checked + END + "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+    template = ChatTemplate.open(checkpoint(chat_template=source))
+    rendered = [template.render(conversation(RAW))]
+    own = conversation(RAW)
+    own[1]["tool_calls"][0]["id"] = own[2]["tool_call_id"] = "aB3dE6gH9"
+    rendered.append(template.render(own))
+    found = [re.fullmatch(r"<user><assistant><call>weather:(\w{9})</call><tool>(\w{9})", text) for text in rendered]
+    assert all(match is not None and match[1] == match[2] for match in found), rendered
+    assert rendered[1].endswith("<tool>aB3dE6gH9")
+    other = conversation(RAW)
+    other[1]["tool_calls"][0]["id"] = "call_2"
+    assert template.render(other) != rendered[0]

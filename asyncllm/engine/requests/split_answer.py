@@ -257,11 +257,11 @@ class SplitAnswer(Answer):
                         self._cut_raw(self.stop_reason)
                 case Thought(text):
                     self._thoughts.append(text)
-                case CallStart(index, name):
+                case CallStart(index, name, own_id):
                     if self._matcher is not None:
                         # A stop word cannot continue across a call.
                         self._add(self._matcher.flush())
-                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    call_id = own_id or f"call_{uuid.uuid4().hex[:24]}"
                     self._calls.append((call_id, name, []))
                     self._unsent_calls.append(ToolCallPiece(index=index, id=call_id, name=name))
                 case CallPiece(index, arguments):

@@ -19,6 +19,7 @@ DSML = "｜DSML｜"
 KIMI_CALLS, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 KIMI_CALLS_END = "<|tool_calls_section_end|>"
+KIMI_ID = re.compile(r"functions\.[\w.-]+:\d+", re.ASCII)
 NAME = re.compile(r"[\w.-]")
 LINE = re.compile(r"[^\n<\udc00-\udfff]")
 QUOTED = re.compile(r'[^"\n>]')
@@ -128,15 +129,17 @@ def _call_kimi(reader: Reader) -> Reading:
     yield from source.space()
     if not (yield from source.literal(KIMI_CALL)):
         return False
-    # functions.NAME:INDEX. Some replies leave the index out, or the name if there is one tool.
-    name = (yield from source.matching(LINE)).strip().removeprefix("functions.")
+    # functions.NAME:INDEX, which is the call's id. Some replies leave the index out, or the name if there is one tool.
+    spelled = (yield from source.matching(LINE)).strip()
+    own_id = spelled if KIMI_ID.fullmatch(spelled) else None
+    name = spelled.removeprefix("functions.")
     name = name.rpartition(":")[0] or name
     if name.isdecimal() and name not in reader.tools:
         name = next(iter(reader.tools)) if len(reader.tools) == 1 else ""
     if not name or not (yield from source.literal(KIMI_ARGUMENTS)):
         return False
     yield from source.space()
-    output.start(name)
+    output.start(name, own_id)
     complete = yield from source.json_value(output.arguments)
     output.finish(complete=complete)
     yield from source.space()

@@ -26,6 +26,8 @@ class CallStart(msgspec.Struct, frozen=True):
 
     index: int
     name: str
+    id: str | None = None
+    """The call's id, if the model wrote one."""
 
 
 class CallPiece(msgspec.Struct, frozen=True):
@@ -59,6 +61,8 @@ class Output:
         self._on_call = on_call
         self._max_calls = max_calls
         self._events: list[Event] = []
+        self._ids: set[str] = set()
+        """Ids that the model has given to calls."""
         self._after_markup = False
         self._blanks: list[str] = []
         """White space that markup may follow."""
@@ -94,13 +98,17 @@ class Output:
         """Record the end of the reply. White space at the end belongs to the text."""
         self._flush_blanks()
 
-    def start(self, name: str) -> None:
-        """Begin a call."""
+    def start(self, name: str, own_id: str | None = None) -> None:
+        """Begin a call. `own_id` is the id that the model wrote, which is dropped if an earlier call has it."""
         self.markup()
         self._on_call()
         if self.over:
             return
-        self._events.append(CallStart(self.num_calls, name))
+        if own_id in self._ids:
+            own_id = None
+        elif own_id is not None:
+            self._ids.add(own_id)
+        self._events.append(CallStart(self.num_calls, name, own_id))
         self.num_calls += 1
 
     def arguments(self, piece: str) -> None:

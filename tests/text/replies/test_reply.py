@@ -11,9 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from asyncllm.text.replies.events import CallStart
 from asyncllm.text.replies.formats import ALIASES, TOOL_FORMATS
 from asyncllm.text.replies.reply import Reply
-from tests.text.replies.samples import SAMPLES, TOOLS, Sample, events_of, form, said
+from tests.text.replies.samples import KIMI, SAMPLES, TOOLS, Sample, events_of, form, said
 
 NAMES = sorted(SAMPLES)
 
@@ -93,6 +94,20 @@ def test_the_second_of_two_calls_is_left_out_where_one_may_come() -> None:
         assert said(events) == sample.said._replace(calls=sample.said.calls[:1])
         assert reply.over
         assert reply.num_complete == 1
+
+
+@pytest.mark.parametrize("pieces", [[KIMI], list(KIMI)])
+def test_calls_have_the_ids_that_the_model_writes(pieces: list[str]) -> None:
+    """Kimi's template writes a call's id in the next prompt. Two calls never have the same."""
+
+    def ids(pieces: list[str]) -> list[str | None]:
+        reply = Reply(form("kimi_k2", None), TOOLS)
+        events = [event for piece in pieces for event in reply.push(piece)] + reply.end()
+        return [event.id for event in events if isinstance(event, CallStart)]
+
+    assert ids(pieces) == ["functions.weather:0", "functions.now:1"]
+    assert ids([KIMI.replace("now:1", "weather:0")]) == ["functions.weather:0", None]
+    assert ids([KIMI.replace("functions.now:1", "now")]) == ["functions.weather:0", None]
 
 
 def test_a_call_without_a_name_is_of_the_only_tool() -> None:
