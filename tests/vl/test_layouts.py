@@ -21,7 +21,7 @@ from asyncllm.models.vision_language import VISION_MODELS
 from asyncllm.vl.processor import open_processor
 from tests.vl import table
 from tests.vl.checkpoints import folder_of, picture
-from tests.vl.layouts import LAYOUTS, Fields, Tensors, original_llava
+from tests.vl.layouts import LAYOUTS, Fields, Tensors, original_llava, remote_intern
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -102,6 +102,15 @@ def test_configs_that_are_refused(
     folder = rewritten(kind, tmp_path, lambda fields, tensors: ({**fields, **changed}, tensors))
     with pytest.raises(error, match=says):
         open_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_tiles_of_internvl_have_the_towers_size(tmp_path: Path) -> None:
+    def larger(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        fields, tensors = remote_intern(fields, tensors)
+        return {**fields, "force_image_size": 56}, tensors
+
+    with pytest.raises(UnsupportedModel, match="force_image_size = 56"):
+        open_model(rewritten("internvl", tmp_path, larger), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_the_projector_of_yi_vl(tmp_path: Path) -> None:

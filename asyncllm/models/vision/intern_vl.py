@@ -35,6 +35,8 @@ def read_intern_vl(hf: HFConfig) -> Composed:
     heads = part.integer("num_attention_heads", 16)
     hidden = part.integer("hidden_size", 1024)
     side, patch = square_of(part, "image_size", 448), square_of(part, "patch_size", 14)
+    if remote and square_of(hf, "force_image_size", side) != side:
+        hf.unsupported("force_image_size", f"Supported: {side}, the tower's image_size.")
     if hidden % heads or side % (2 * patch):
         part.invalid("image_size" if side % (2 * patch) else "num_attention_heads", "which does not divide evenly")
     vision = InternVLConfig(

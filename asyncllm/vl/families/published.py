@@ -127,7 +127,7 @@ def _kimi_vl(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         raise UnsupportedModel(f"{where}: pad_input is not true, and cut images are not implemented.")
     token_id = token_id_of(fields, "media_placeholder_token_id", 163605)
     max_patches = read.integer("in_token_limit", 4096)
-    return KimiVlProcessor(read, token_id=token_id, max_patches=max_patches, **_moonvit(fields))
+    return KimiVlProcessor(read, token_id=token_id, max_patches=max_patches, **_moonvit(fields, settings))
 
 
 def _kimi_k25(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
@@ -144,24 +144,33 @@ def _kimi_k25(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         token_id=token_id_of(fields, key, 163605),
         max_patches=read.integer("max_patches", 16384),
         longest=read.integer("longest", 512, maximum=2**12),
-        **_moonvit(fields),
+        **_moonvit(fields, own or settings),
     )
 
 
-def _moonvit(fields: Fields) -> dict[str, int]:
-    """Return the side of a patch in pixels and that of a square, which becomes a token, in patches."""
+def _moonvit(fields: Fields, settings: Fields) -> dict[str, int]:
+    """Return the side of a patch in pixels and that of a square, which becomes a token, in patches. Raises ValueError
+    if the settings have others."""
     vision = PictureSettings(fields.get("vision_config") or {}, "config.json")
-    merge = vision.fields.get("merge_kernel_size", [2, 2])
-    return {
-        "patch": vision.integer("patch_size", 14, maximum=1024),
-        "merge": merge[0] if isinstance(merge, list) else merge,
-    }
+    patch, merge = vision.integer("patch_size", 14, maximum=1024), vision.fields.get("merge_kernel_size", [2, 2])
+    merge = merge[0] if isinstance(merge, list) else merge
+    _check_patches(settings, patch)
+    if any(settings.get(key, merge) not in (merge, [merge, merge]) for key in ("merge_size", "merge_kernel_size")):
+        raise ValueError(f"squares of {merge} patches, and other squares in the settings")
+    return {"patch": patch, "merge": merge}
+
+
+def _check_patches(settings: Fields, patch: int) -> None:
+    """Raise ValueError if images are cut into other patches than the tower takes."""
+    if settings.get("patch_size", patch) != patch:
+        raise ValueError(f"patches of {short(settings['patch_size'])} pixels, and a tower that takes {patch}")
 
 
 def _minicpm_v(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
     half = [0.5, 0.5, 0.5]
     colours = {"image_mean": settings.get("norm_mean", half), "image_std": settings.get("norm_std", half)}
-    read = PictureSettings({**settings, **colours}, where)
+    read, vision = PictureSettings({**settings, **colours}, where), fields.get("vision_config") or {}
+    _check_patches(settings, vision.get("patch_size", 14))
     return MiniCpmVProcessor(
         read,
         token_id=token_of(Path(where).parent, "<unk>"),
