@@ -51,7 +51,7 @@ def test_a_mistyped_command_is_no_message(terminal: Terminal) -> None:
     terminal.type("/help\n")
     terminal.expect(r"\nType a message\..*\r\n> ")
     terminal.type("/rest\n")
-    terminal.expect(r"There is no command /rest\..*/reset forgets.*\r\n> ")
+    terminal.expect(r"There is no command /rest\..*/reset or end forgets.*\r\n> ")
     terminal.type("/image\n")
     terminal.expect(r"/image needs a file.*\r\n> ")
     terminal.type("/etc/hosts\n")
