@@ -138,12 +138,14 @@ def expand_lora(
 def _rows_by_slot(slots: Tensor, lora: LoRAWeights, groups: RowGroups | None) -> Iterator[tuple[int, int, Tensor]]:
     """Yield slot, its adapter's rank and its rows [R] int64 to process at once; slots with nothing are left out."""
     num_grouped = 0 if groups is None else len(groups.slots)
+    ranks = lora.ranks.tolist()
     for slot in sorted(set(slots.tolist())):
-        own = 0 if slot < 0 else int(lora.ranks[slot])
-        if not own:
+        if slot < 0 or not ranks[slot]:
             continue
         found = (slots == slot).nonzero().flatten()
-        grouped = int((found < num_grouped).sum())
+        grouped = int((found < num_grouped).sum()) if num_grouped else 0
         # A matrix library chooses the order of summation by the number of rows.
-        for rows in (*found[:grouped].split(1), found[grouped:]):
-            yield slot, own, rows
+        for rows in found[:grouped].split(1) if grouped else ():
+            yield slot, ranks[slot], rows
+        if grouped < len(found):
+            yield slot, ranks[slot], found[grouped:]
