@@ -98,10 +98,7 @@ class AdapterPool:
         self._model = model = opened.model
         self._dtype, self._device, self._base = opened.dtype, opened.device, opened.path
         paths = {name: Path(path) for name, path in (config.adapters or {}).items()}
-        read = {
-            folder: _Outline.of(AdapterFiles.read(folder, model, self._base))
-            for folder in dict.fromkeys(paths.values())
-        }
+        read = {folder: _Outline.of(self._files(folder)) for folder in dict.fromkeys(paths.values())}
         self._digests = tuple(read[folder].digest for folder in paths.values())
         highest = max((outline.rank for outline in read.values()), default=_MIN_RANK)
         self._max_rank = min(config.max_lora_rank or highest, MAX_RANK)

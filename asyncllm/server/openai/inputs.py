@@ -76,9 +76,9 @@ async def pooled_inputs(request: web.Request, body: PooledInput) -> Any:
     service = service_of(request)
     engine = service.engine
     adds = body.add_special_tokens is not False
-    inputs: Any = [await _conversation(request, body, adds)] if body.input is None else body.input
-    if body.input is not None and body.messages is not None:
+    if (body.input is None) == (body.messages is None):
         raise ApiError(400, "Send either input or messages.", code="invalid_value", param="input")
+    inputs: Any = [await _conversation(request, body, adds)] if body.input is None else body.input
     inputs = prompts_of(inputs, service.config, "input")
     if (body.truncate_prompt_tokens is None and adds) or not isinstance(inputs[0], str):
         kept = kept_tokens(body, engine.session_len)
@@ -91,9 +91,8 @@ async def pooled_inputs(request: web.Request, body: PooledInput) -> Any:
 
 async def _conversation(request: web.Request, body: PooledInput, adds: bool) -> list[int]:
     """Return the tokens of a body's messages. Raises ApiError."""
-    if body.messages is None:
-        raise ApiError(400, "Send either input or messages.", code="invalid_value", param="input")
-    for message in body.messages:
+    sent = body.messages or []
+    for message in sent:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         if any(isinstance(part, dict) and part.get("type") not in ("text", "input_text") for part in parts):
@@ -106,7 +105,7 @@ async def _conversation(request: web.Request, body: PooledInput, adds: bool) -> 
     service = service_of(request)
     options = template_options(body, service.template_for(body.model))
     options.setdefault("add_generation_prompt", False)
-    messages: Any = [await normalised(request, body.messages)]
+    messages: Any = [await normalised(request, sent)]
     encoded: Any = await service.engine.encode(
         messages,
         do_preprocess=True,

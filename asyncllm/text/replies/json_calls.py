@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asyncllm.text.replies.reader import Reader
 from asyncllm.text.replies.source import Reading
 
-__all__ = ["CALL_KEYS", "Keys", "further_object", "read_calls", "read_object"]
+__all__ = ["CALL_KEYS", "Keys", "read_calls", "read_list", "read_object"]
 
 
 class Keys(NamedTuple):
@@ -32,16 +32,22 @@ def read_calls(reader: Reader, keys: Keys = CALL_KEYS) -> Reading:
     yield from source.space()
     if not (yield from source.literal("[")):
         return (yield from read_object(reader, keys))
-    if not (yield from read_object(reader, keys)):
+    return (yield from read_list(reader, keys))
+
+
+def read_list(reader: Reader, keys: Keys, first: str | None = None) -> Reading:
+    """Read a list whose bracket has been read. Return whether its first object was a call. `first`: the first key of
+    that object, if it and the bracket before it have been read."""
+    if not (yield from read_object(reader, keys, first)):
         return False
-    while (yield from reader.attempt(further_object(reader, keys))):
+    while (yield from reader.attempt(_further_object(reader, keys))):
         pass
-    yield from source.space()
-    yield from source.literal("]")
+    yield from reader.source.space()
+    yield from reader.source.literal("]")
     return True
 
 
-def further_object(reader: Reader, keys: Keys) -> Reading:
+def _further_object(reader: Reader, keys: Keys) -> Reading:
     """Read a comma and another call."""
     yield from reader.source.space()
     return (yield from reader.source.literal(",")) and (yield from read_object(reader, keys))

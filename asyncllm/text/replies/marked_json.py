@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, NUMBER, shaped
-from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, further_object, read_calls, read_object
+from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls, read_list
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
@@ -103,17 +103,9 @@ def _read_xlam(reader: Reader, opener: str) -> Reading:
 
 
 def _bare_list(reader: Reader) -> Reading:
-    keys = CALL_KEYS._replace(known=True)
-    source = reader.source
-    yield from source.space()
-    name = yield from source.json_string()
-    if name != "name" or not (yield from read_object(reader, keys, name)):
-        return False
-    while (yield from reader.attempt(further_object(reader, keys))):
-        pass
-    yield from source.space()
-    yield from source.literal("]")
-    return True
+    yield from reader.source.space()
+    key = yield from reader.source.json_string()
+    return key == "name" and (yield from read_list(reader, CALL_KEYS._replace(known=True), key))
 
 
 XLAM = ToolFormat(
@@ -177,7 +169,7 @@ def _close(reader: Reader) -> Reading:
 
 def _named_object(reader: Reader) -> Reading:
     """Read an object whose only key is the tool's name."""
-    source, output = reader.source, reader.output
+    source = reader.source
     yield from source.space()
     yield from source.literal(",")
     yield from source.space()
@@ -188,11 +180,8 @@ def _named_object(reader: Reader) -> Reading:
     yield from source.space()
     if not name or not (yield from source.literal(":")):
         return False
-    yield from source.space()
-    if (yield from source.peek()) != "{":
+    if not (yield from reader.call_of(name)):
         return False
-    output.start(name)
-    output.finish(complete=(yield from source.json_value(output.arguments)))
     yield from source.space()
     yield from source.literal("}")
     return True

@@ -15,7 +15,7 @@ NAME = re.compile(r"[\w.-]")
 
 
 def _read(reader: Reader, opener: str) -> Reading:
-    source, output = reader.source, reader.output
+    source = reader.source
     yield from source.space()
     if (yield from source.peek()) in ("[", "{"):
         return (yield from read_calls(reader))
@@ -25,12 +25,7 @@ def _read(reader: Reader, opener: str) -> Reading:
     if (yield from source.literal("[CALL_ID]")):
         yield from source.matching(NAME)
     yield from source.literal("[ARGS]")
-    yield from source.space()
-    if (yield from source.peek()) != "{":
-        return False
-    output.start(name)
-    output.finish(complete=(yield from source.json_value(output.arguments)))
-    return True
+    return (yield from reader.call_of(name))
 
 
 MISTRAL = ToolFormat(

@@ -46,6 +46,15 @@ class Reader:
                 (sink or self.output.text)(rest)
         return found
 
+    def call_of(self, name: str) -> Reading:
+        """Read a JSON object as the arguments of a call of `name`. Return whether there was one."""
+        yield from self.source.space()
+        if (yield from self.source.peek()) != "{":
+            return False
+        self.output.start(name)
+        self.output.finish(complete=(yield from self.source.json_value(self.output.arguments)))
+        return True
+
     def calls(self, read: Callable[[Reader], Reading], closer: str) -> Reading:
         """Read a call, all calls that follow it, and `closer`. Return whether there was a call."""
         found = yield from read(self)

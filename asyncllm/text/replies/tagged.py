@@ -171,17 +171,12 @@ def _no_opener(reader: Reader, opener: str) -> Reading:
 
 def _glm4_at_start(reader: Reader) -> Reading:
     """Read a tool's name on a line of its own, and its arguments."""
-    source, output = reader.source, reader.output
+    source = reader.source
     yield from source.space()
     name = yield from source.matching(NAME)
     if name not in reader.tools or not (yield from source.literal("\n")):
         return False
-    yield from source.space()
-    if (yield from source.peek()) != "{":
-        return False
-    output.start(name)
-    output.finish(complete=(yield from source.json_value(output.arguments)))
-    return True
+    return (yield from reader.call_of(name))
 
 
 def _read_minimax(reader: Reader, opener: str) -> Reading:
