@@ -333,8 +333,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model has a vision tower, so that `PrefillRow.images` is honoured."""
     has_head: bool = True
     """Whether the model has an output embedding. Without one it computes embeddings but no answers."""
-    num_labels: int = 0
-    """Number of scores that the model's head computes per sequence; 0: it has no such head."""
+    labels: tuple[str, ...] = ()
+    """Names of the scores that the model's head computes for a sequence, in order; empty: it has no such head."""
     num_slots: int
     """Number of slots: at least `max_batch_size`, and more to replace those held by steps in flight."""
     num_host_blocks: int = 0

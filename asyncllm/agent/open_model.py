@@ -124,7 +124,7 @@ class OpenedModel(NamedTuple):
             takes_grammars=config.has_head,
             takes_images=config.vision is not None,
             has_head=config.has_head,
-            num_labels=0 if config.score_head is None else config.score_head.num_labels,
+            labels=config.labels,
             num_slots=num_slots,
             dynamic_rope_from=config.dynamic_rope_from,
             device=str(self.device),

@@ -360,8 +360,8 @@ class AsyncEngine:
         Raises UnsupportedFeature for a model with several scores, InvalidRequest, RequestFailed, EngineError.
         """
         self.check_running()
-        if self.limits.num_labels > 1:
-            raise UnsupportedFeature(f"The model gives {self.limits.num_labels} scores, not a reward. Call classify.")
+        if len(self.limits.labels) > 1:
+            raise UnsupportedFeature(f"The model gives {len(self.limits.labels)} scores, not a reward. Call classify.")
         scores = await pool(self._lifecycle, [input_ids], ScoreForm(self.limits), options)
         assert isinstance(scores, list)
         return scores[0].values[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from asyncllm.kernels import Routing
@@ -79,6 +81,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     `head.resolve_head`."""
     score_head: ScoreHeadConfig | None = None
     """The head of a class that scores sequences. Written by `head.resolve_head`."""
+    label_names: Mapping[str, str] = {}
+    """Number of a label -> its name, where config.json names some (`id2label`)."""
     rope: RopeConfig | None
     """None: no rotation of queries and keys."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
@@ -132,6 +136,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The image encoder before the decoder. Written by `registry`."""
     num_parameters: int = 0
     """Written by `registry.open_model` once the model is built."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Name of each score of the head; empty: there is no such head."""
+        count = 0 if self.score_head is None else self.score_head.num_labels
+        return tuple(self.label_names.get(str(label), f"LABEL_{label}") for label in range(count))
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

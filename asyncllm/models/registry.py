@@ -247,6 +247,9 @@ def _configure(
         )
 
     def completed(config: ModelConfig) -> ModelConfig:
+        named = hf.fields.get("id2label")
+        if isinstance(named, dict):
+            config = msgspec.structs.replace(config, label_names={str(key): str(name) for key, name in named.items()})
         return _with_dtype(with_log_scaling(config) if use_logn_attn else config, path)
 
     for name in names:

@@ -178,7 +178,7 @@ class FakeDevice:
             max_position=max_position,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            num_labels=1,
+            labels=("LABEL_0",),
             num_slots=num_slots,
             max_steps_in_flight=max_steps_in_flight,
             num_host_blocks=num_host_blocks,
@@ -542,7 +542,7 @@ class FakeDevice:
         first = row.position if row.pooling == "mean" else len(history) - 1
         hidden = hash_hidden(history, self.limits.hidden_size, first)
         sums = [sum(column) for column in zip(*hidden, strict=True)]
-        output.pooled[row.slot] = sums[: self.limits.num_labels] if row.pooling == "score" else sums
+        output.pooled[row.slot] = sums[: len(self.limits.labels)] if row.pooling == "score" else sums
 
     def _score(self, row: PrefillRow, output: StepOutput) -> None:
         successors = row.tokens[1:] + ([] if row.next_token is None else [row.next_token])

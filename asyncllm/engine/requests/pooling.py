@@ -75,7 +75,7 @@ class ScoreForm:
 
     def __init__(self, limits: Limits) -> None:
         """Raise UnsupportedFeature for a model without a score head."""
-        if not limits.num_labels:
+        if not limits.labels:
             raise UnsupportedFeature(
                 "The model has no head that scores sequences. Load a checkpoint of a class that ends in "
                 "ForSequenceClassification or ForRewardModel."

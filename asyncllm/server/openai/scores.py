@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -38,7 +35,6 @@ from asyncllm.server.openai.responses import (
 from asyncllm.server.request.arguments import request_options
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.service import Service, service_of
-from asyncllm.text.checkpoint_files import read_json_object
 from asyncllm.types import SequenceScores
 
 __all__ = ["classify", "pooling", "rerank", "score"]
@@ -93,18 +89,14 @@ async def classify(request: web.Request) -> web.Response:
     """The probability of each label for each input, and the likeliest by its name in the checkpoint's `id2label`. A
     model with one score has one label."""
     service = service_of(request)
-    names = await asyncio.to_thread(_labels, service.engine.limits.model_path)
     body = await read_request(request, ClassifyRequest)
     found = await _classified(request, body, service, await pooled_inputs(request, body))
     data = []
     for index, each in enumerate(found):
         probs = each.values if body.use_activation is False else _probabilities(each.values)
         best = max(range(len(probs)), key=probs.__getitem__)
-        data.append(
-            LabelProbabilities(
-                index=index, label=names.get(str(best), f"LABEL_{best}"), probs=probs, num_classes=len(probs)
-            )
-        )
+        label = service.engine.limits.labels[best]
+        data.append(LabelProbabilities(index=index, label=label, probs=probs, num_classes=len(probs)))
     tokens = sum(each.input_token_len for each in found)
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return json_response(ClassifyResponse(data=data, model=body.model or service.engine.model_name, usage=usage))
@@ -154,10 +146,10 @@ async def _scores_of_pairs(
     """Return the scores of pairs, from 0 to 1 unless raw ones are asked for, and the number of tokens used. Raises
     ApiError if the model gives several scores, none of which rates a pair."""
     engine = service.engine
-    if engine.limits.num_labels > 1:
+    if len(engine.limits.labels) > 1:
         raise ApiError(
             400,
-            f"The model has {engine.limits.num_labels} labels and no score for a pair. Ask /classify.",
+            f"The model has {len(engine.limits.labels)} labels and no score for a pair. Ask /classify.",
             code="unsupported_feature",
         )
     options = request_options(request, body)
@@ -175,13 +167,6 @@ async def _scores_of_pairs(
     if body.use_activation is not False:
         scores = [_sigmoid(score) for score in scores]
     return scores, sum(each.input_token_len for each in found)
-
-
-@cache
-def _labels(folder: str | None) -> dict[str, str]:
-    """Return the names of a checkpoint's labels by their number."""
-    names = None if folder is None else read_json_object(Path(folder) / "config.json").get("id2label")
-    return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
 
 
 def _probabilities(scores: Sequence[float]) -> list[float]:

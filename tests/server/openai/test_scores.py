@@ -72,6 +72,9 @@ async def test_labels_and_rewards(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(names))}))
     engine = AsyncEngine(str(folder), EngineConfig(device_type="cpu", num_gpu_blocks=50))
     async with serving(engine) as served:
+        assert engine.limits.labels == tuple(names)
+        # Nothing is read again for a request.
+        (folder / "config.json").unlink()
         found = await served.engine.classify("a text")
         assert not isinstance(found, list)
         _, answer = await served.post("/pooling", {"model": engine.model_name, "input": "a text"})
