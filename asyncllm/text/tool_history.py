@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Any
 
 from asyncllm.errors import InvalidMessage
 from asyncllm.text.jinja_template import JinjaTemplate
+from asyncllm.text.replies.mistral import SHORT_ID
 
 __all__ = ["ToolHistory"]
 
 OBJECT = {"key": "value"}
 TEXT = json.dumps(OBJECT)
-SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ToolHistory:

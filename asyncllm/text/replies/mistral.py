@@ -9,9 +9,11 @@ from asyncllm.text.replies.json_calls import read_calls
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
-__all__ = ["MISTRAL"]
+__all__ = ["MISTRAL", "SHORT_ID"]
 
 NAME = re.compile(r"[\w.-]")
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""The only ids that Mistral's templates take."""
 
 
 def _read(reader: Reader, opener: str) -> Reading:
@@ -22,10 +24,12 @@ def _read(reader: Reader, opener: str) -> Reading:
     name = yield from source.matching(NAME)
     if not name:
         return False
+    own_id: str | None = None
     if (yield from source.literal("[CALL_ID]")):
-        yield from source.matching(NAME)
+        spelled = yield from source.matching(NAME)
+        own_id = spelled if SHORT_ID.fullmatch(spelled) else None
     yield from source.literal("[ARGS]")
-    return (yield from reader.call_of(name))
+    return (yield from reader.call_of(name, own_id))
 
 
 MISTRAL = ToolFormat(

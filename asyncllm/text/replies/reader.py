@@ -46,12 +46,13 @@ class Reader:
                 (sink or self.output.text)(rest)
         return found
 
-    def call_of(self, name: str) -> Reading:
-        """Read a JSON object as the arguments of a call of `name`. Return whether there was one."""
+    def call_of(self, name: str, own_id: str | None = None) -> Reading:
+        """Read a JSON object as the arguments of a call of `name`, whose id the model may have written. Return whether
+        there was one."""
         yield from self.source.space()
         if (yield from self.source.peek()) != "{":
             return False
-        self.output.start(name)
+        self.output.start(name, own_id)
         self.output.finish(complete=(yield from self.source.json_value(self.output.arguments)))
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,18 +97,27 @@ def test_the_second_of_two_calls_is_left_out_where_one_may_come() -> None:
         assert reply.num_complete == 1
 
 
+def ids(name: str, pieces: list[str]) -> list[str | None]:
+    """The ids of the calls in a reply of that format, None where the model wrote none."""
+    reply = Reply(form(name, None), TOOLS)
+    events = [event for piece in pieces for event in reply.push(piece)] + reply.end()
+    return [event.id for event in events if isinstance(event, CallStart)]
+
+
 @pytest.mark.parametrize("pieces", [[KIMI], list(KIMI)])
 def test_calls_have_the_ids_that_the_model_writes(pieces: list[str]) -> None:
     """Kimi's template writes a call's id in the next prompt. Two calls never have the same."""
+    assert ids("kimi_k2", pieces) == ["functions.weather:0", "functions.now:1"]
+    assert ids("kimi_k2", [KIMI.replace("now:1", "weather:0")]) == ["functions.weather:0", None]
+    assert ids("kimi_k2", [KIMI.replace("functions.now:1", "now")]) == ["functions.weather:0", None]
 
-    def ids(pieces: list[str]) -> list[str | None]:
-        reply = Reply(form("kimi_k2", None), TOOLS)
-        events = [event for piece in pieces for event in reply.push(piece)] + reply.end()
-        return [event.id for event in events if isinstance(event, CallStart)]
 
-    assert ids(pieces) == ["functions.weather:0", "functions.now:1"]
-    assert ids([KIMI.replace("now:1", "weather:0")]) == ["functions.weather:0", None]
-    assert ids([KIMI.replace("functions.now:1", "now")]) == ["functions.weather:0", None]
+@pytest.mark.parametrize("split", [lambda raw: [raw], list])
+def test_mistrals_ids_of_nine_letters_or_digits_are_kept(split: Callable[[str], list[str]]) -> None:
+    raw = "[TOOL_CALLS]weather[CALL_ID]{}[ARGS]{{}}[TOOL_CALLS]now[CALL_ID]{}[ARGS]{{}}"
+    assert ids("mistral", split(raw.format("aB3dE6gH9", "000000001"))) == ["aB3dE6gH9", "000000001"]
+    assert ids("mistral", split(raw.format("call_1", "Zürich123"))) == [None, None]
+    assert ids("mistral", split(raw.format("aB3dE6gH9", "aB3dE6gH9"))) == ["aB3dE6gH9", None]
 
 
 def test_a_call_without_a_name_is_of_the_only_tool() -> None:
