@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests import lara_layers
 from tests.layout import Fields, Layout, Tensors, fused, renamed, under_language_model, unfused_experts
 from tests.shrunk_layers import shrink_layers
 
@@ -283,6 +284,16 @@ LAYOUTS: dict[str, Layout] = {
         "FalconForCausalLM",
         extra={"multi_query": False, "parallel_attn": False, "alibi": True},
         dropped=("new_decoder_architecture", "num_kv_heads"),
+    ),
+    "lara_mini": Layout(
+        "lara_mini",
+        "lara_mini",
+        "flint",
+        "LaraMiniForCausalLM",
+        native=lara_layers.NATIVE,
+        patch=lara_layers.take_layers,
+        rename=lara_layers.join_inputs,
+        oracle=lara_layers.stack_experts,
     ),
     "falcon_mamba": Layout(
         "mamba",

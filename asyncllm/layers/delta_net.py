@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["GatedDeltaNet"]
+__all__ = ["GatedDeltaNet", "JointDeltaNet"]
 
 
 class Decay(ParameterOwner):
@@ -51,8 +52,8 @@ class GatedDeltaNet(StateLayer):
     float32.
     """
 
-    first_products = ("inputs", "weights")
-    unquantized = ("weights",)
+    first_products: ClassVar[tuple[str, ...]] = ("inputs", "weights")
+    unquantized: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
         self,
@@ -96,8 +97,7 @@ class GatedDeltaNet(StateLayer):
         inputs, memory = cache.tensors
         plan = step.states(cache)
         heads, keys, values = self.num_key_heads, self.num_key_heads * self.key_dim, self.out.in_features
-        mixed, gate = self.inputs(x, step).split([2 * keys + values, values], -1)
-        beta, step_size = self.weights(x, step).chunk(2, -1)
+        mixed, gate, beta, step_size = self._project(x, step)
         q, k, v = self.conv(mixed, inputs, plan, silu=True).split([keys, keys, values], -1)
         y = kernels.gated_delta_rule(
             q.view(len(x), heads, -1),
@@ -114,3 +114,31 @@ class GatedDeltaNet(StateLayer):
         normed = self.norm(y.view(-1, self.head_dim)).view_as(y)
         out: Tensor = self.out((normed * kernels.silu(gate.float())).to(x.dtype), step)
         return out
+
+    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the inputs of the convolution [T, queries + keys + values], gates [T, values], and the weights and
+        step sizes of heads [T, H]."""
+        values = self.out.in_features
+        mixed, gate = self.inputs(x, step).split([self.conv.weight.shape[0], values], -1)
+        beta, step_size = self.weights(x, step).chunk(2, -1)
+        return mixed, gate, beta, step_size
+
+
+class JointDeltaNet(GatedDeltaNet):
+    """A gated delta net with one projection for all that its input determines (Lara)."""
+
+    first_products = ("inputs",)
+    unquantized = ()
+
+    def __init__(self, layer: int, hidden_size: int, **sizes: Any) -> None:
+        """`sizes`: the other arguments of `GatedDeltaNet`."""
+        super().__init__(layer, hidden_size, **sizes)
+        rows = {**self.inputs.rows, **self.weights.rows}
+        parts = {part: each.stop - each.start for part, each in rows.items() if part is not None}
+        self.inputs = _WholeParts(hidden_size, parts, stored_heads=self.num_key_heads)
+        del self.weights
+
+    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        values, heads = self.out.in_features, self.decay.log_rate.shape[0]
+        mixed, gate, beta, step_size = self.inputs(x, step).split([self.conv.weight.shape[0], values, heads, heads], -1)
+        return mixed, gate, beta, step_size

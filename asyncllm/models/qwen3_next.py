@@ -101,10 +101,17 @@ class Qwen3Next(DecoderLM):
         return delta_net(layer, config, norm_eps=config.norm_eps)
 
 
-def delta_net(layer: int, config: Qwen3NextConfig, *, norm_eps: float, **options: Any) -> GatedDeltaNet:
+def delta_net(
+    layer: int,
+    config: Qwen3NextConfig,
+    *,
+    norm_eps: float,
+    kind: type[GatedDeltaNet] = GatedDeltaNet,
+    **options: Any,
+) -> GatedDeltaNet:
     """Return the delta net of a layer, from the fields of `delta_fields`. `options`: other arguments of
     `GatedDeltaNet`."""
-    return GatedDeltaNet(
+    return kind(
         layer,
         config.hidden_size,
         num_heads=config.delta_heads,

@@ -135,9 +135,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "Kolibri1ForCausalLM": Refused(
         "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
     ),
-    "LaraMiniForCausalLM": Refused(
-        "Lara 4 Mini", "delta nets whose files have one tensor for all inputs are not supported", "Qwen3NextForCausalLM"
-    ),
     "LongcatFlashForCausalLM": Refused(
         "LongCat-Flash",
         "layers with two attentions are not implemented",

@@ -115,7 +115,7 @@ def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
     "family",
     [
         *("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"),
-        *("gpt_oss", "llama4", "dbrx", "gemma4_26b"),
+        *("gpt_oss", "llama4", "dbrx", "gemma4_26b", "lara_mini"),
     ],
 )
 def test_experts_and_routers_take_part(family: str, tmp_path: Path) -> None:
