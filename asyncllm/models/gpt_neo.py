@@ -67,14 +67,24 @@ class GPTNeo(DecoderLM):
 
 
 def _local_layers(hf: HFConfig, num_layers: int) -> list[bool]:
-    """Return whether each layer has a window, from pairs of layer kinds and repetitions."""
+    """Return whether each layer has a window, from the list of their kinds, or pairs of kinds and repetitions."""
+    kinds, key = hf.fields.get("attention_layers"), "attention_layers"
+    if kinds is None:
+        kinds, key = _expanded(hf, num_layers), "attention_types"
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in ("global", "local") for kind in kinds)
+    ):
+        hf.invalid(key, f"which do not name 'global' or 'local' for each of {num_layers} layers")
+    return [kind == "local" for kind in kinds]
+
+
+def _expanded(hf: HFConfig, num_layers: int) -> list[str]:
     kinds: list[str] = []
-    pairs = hf.fields.get("attention_types") or [[["global", "local"], num_layers // 2]]
     try:
-        for names, times in pairs:
+        for names, times in hf.fields.get("attention_types") or [[["global", "local"], num_layers // 2]]:
             kinds += [*names] * min(times, num_layers)
     except (TypeError, ValueError):
         hf.invalid("attention_types", "where pairs of a list of kinds and a number belong")
-    if len(kinds) != num_layers or any(kind not in ("global", "local") for kind in kinds):
-        hf.invalid("attention_types", f"which do not name 'global' or 'local' for each of {num_layers} layers")
-    return [kind == "local" for kind in kinds]
+    return kinds

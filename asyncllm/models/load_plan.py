@@ -92,8 +92,10 @@ class LoadPlan:
         if target is None:
             return
         owner = self._owners.get(target.module)
-        if target.stack is not None and isinstance(owner, Weighted) and owner.stored_experts is not None:
-            target = self._one_layout(target.of_experts(owner.stored_experts), owner.stored_experts, offer.shape)
+        if target.stack is not None:
+            # A layer without experts has no part of the first one, which the checks name.
+            experts = (owner.stored_experts if isinstance(owner, Weighted) else None) or 1
+            target = self._one_layout(target.of_experts(experts), experts, offer.shape)
         _check(offer, target, self.expected, self.stored(target), self._features(target))
         self._check_pieces(offer, target)
         for key in target.keys:

@@ -63,8 +63,12 @@ class OlmoHybrid(DecoderLM):
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
         hf.expect("attention_bias", False)
-        # Published files set them to null: no layer uses positions.
-        rotary = any(hf.fields.get(key) is not None for key in ("rope_theta", "rope_parameters", "rope_scaling"))
+        # Published files have null for the entries, or for what is in them: no layer uses positions.
+        rope = hf.rope_fields()
+        rotary = any(each.fields.get("rope_theta") is not None for each in (hf, rope))
+        if not rotary:
+            rope.expect("rope_type", "default")
+            rope.expect("type", "default")
         fields = hf.decoder(architecture, max_position=65536, rotary=rotary)
         heads = hf.integer("linear_num_key_heads", fields["num_heads"])
         keys = hf.integer("linear_key_head_dim", max(int(0.75 * fields["hidden_size"] / heads), 1))

@@ -38,8 +38,8 @@ class SmolLM3(DecoderLM):
         turns = hf.fields.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
         if not isinstance(turns, list) or len(turns) < num_layers or not all(each in (0, 1) for each in turns):
             hf.invalid("no_rope_layers", f"where a list of {num_layers} times 0 or 1 belongs")
-        window = hf.optional_integer("sliding_window") if hf.flag("use_sliding_window", False) else None
-        if window is not None:
+        window, listed = hf.optional_integer("sliding_window"), hf.fields.get("layer_types") is not None
+        if listed or (window is not None and hf.flag("use_sliding_window", False)):
             fields["windows"] = hf.windows(num_layers, window, [not each for each in turns[:num_layers]])
         return ModelConfig(
             **fields,

@@ -1,0 +1,56 @@
+"""Spellings of published files that transformers reads, but does not write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.models.registry import open_model
+from tests.checkpoints import build_checkpoint
+from tests.models.test_config import ABSENT, read, tiny
+
+NOWHERE = {"rope_theta": ABSENT, "rope_scaling": ABSENT}
+
+
+@pytest.mark.parametrize(
+    "rope", [ABSENT, None, {"rope_type": None}, {"rope_theta": None, "rope_type": "default"}, {"rope_theta": None}]
+)
+def test_olmo_hybrid_without_positions(tmp_path: Path, rope: Any) -> None:
+    """The 7B's files had null, and have had an object of nulls since."""
+    assert read(tmp_path, {**NOWHERE, "rope_parameters": rope}, tiny("OlmoHybridForCausalLM")).rope is None
+
+
+def test_olmo_hybrid_with_positions(tmp_path: Path) -> None:
+    config = read(tmp_path, {**NOWHERE, "rope_parameters": {"rope_theta": 5e5}}, tiny("OlmoHybridForCausalLM"))
+    assert config.rope is not None
+    assert config.rope.theta == 5e5
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="rope_type = 'linear'"):
+        read(tmp_path, {**NOWHERE, "rope_parameters": scaling}, tiny("OlmoHybridForCausalLM"))
+
+
+def test_layers_of_smollm3_with_a_window_are_those_listed(tmp_path: Path) -> None:
+    listed = ["sliding_attention", "full_attention"] * 2
+    fields = {"layer_types": listed, "sliding_window": 8, "use_sliding_window": False, "num_hidden_layers": 4}
+    assert read(tmp_path, fields, tiny("SmolLM3ForCausalLM")).windows == (8, None, 8, None)
+    with pytest.raises(InvalidCheckpoint, match="sliding_window is not set"):
+        read(tmp_path, {**fields, "sliding_window": None}, tiny("SmolLM3ForCausalLM"))
+
+
+def test_layers_of_gpt_neo_with_a_window_are_those_listed(tmp_path: Path) -> None:
+    fields = {"attention_layers": ["local", "global"]}
+    assert read(tmp_path, fields, tiny("GPTNeoForCausalLM")).windows == (8, None)
+    with pytest.raises(InvalidCheckpoint, match=r"attention_layers = .*each of 2 layers"):
+        read(tmp_path, {"attention_layers": ["local"]}, tiny("GPTNeoForCausalLM"))
+
+
+def test_stacked_experts_of_a_layer_that_has_none(tmp_path: Path) -> None:
+    file = build_checkpoint("mistral4", tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "first_k_dense_replace": 2}))
+    with pytest.raises(InvalidCheckpoint, match=r"has no place in the model, .* without layers\.1\.mlp\.\w+\.weight"):
+        open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
