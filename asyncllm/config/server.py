@@ -21,7 +21,8 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     admin_key_file: Annotated[
         str | None,
         Meta(
-            description="File with one key per line for /sleep and /wakeup; without it the server lacks these routes."
+            description="File with one key per line for routes that affect all clients, such as /sleep; without it the "
+            "server lacks these routes."
         ),
     ] = None
     adapters_folder: Annotated[

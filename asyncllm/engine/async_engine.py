@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, get_args
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.lifecycle import Lifecycle
-from asyncllm.engine.loop.control import sleep_of, update_of, wake_of
+from asyncllm.engine.loop.control import Forget, Pause, Resume, sleep_of, update_of, wake_of
 from asyncllm.engine.loop.engine_loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
@@ -22,7 +22,7 @@ from asyncllm.engine.requests.input_processor import Call, Purpose
 from asyncllm.engine.requests.pooling import EmbeddingForm, ScoreForm, pool
 from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.stats import EngineStats
-from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.protocol import Executor, Limits
 from asyncllm.text.chat_template import ChatTemplate
@@ -45,6 +45,7 @@ from asyncllm.types import (
 __all__ = ["AsyncEngine"]
 
 Result = TypeVar("Result")
+PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 
 
 class AsyncEngine:
@@ -511,6 +512,36 @@ class AsyncEngine:
     async def wakeup(self, tags: Sequence[str] | None = None) -> None:
         """LMDeploy's name for `wake`."""
         await self.wake(tags)
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` has stopped the engine. Raises EngineError unless running."""
+        return self.running().paused
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Launch no step until `resume`. New requests wait, within the queue's bounds and their `timeout`.
+
+        `keep`: open requests stay as they are, with their blocks, and go on afterwards. `wait`: they are answered
+        first. `abort`: they end with finish_reason 'abort' and the text so far. Raises InvalidParameter, EngineError.
+        """
+        if mode not in get_args(PauseMode):
+            raise InvalidParameter(f"mode must be 'keep', 'wait' or 'abort' (given: {short(mode)}).", "mode")
+        loop = self.running()
+        ended = loop.requests if mode == "abort" else []
+        await loop.change(Pause(drains=mode == "wait"))
+        for request in ended:
+            loop.abandon(request)
+        for request in ended:
+            await request.delivery.wait_end()
+
+    async def resume(self) -> None:
+        """End a pause. Does nothing if the engine is not paused. Raises EngineError."""
+        await self.running().change(Resume())
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached keys and values, on the device and in host memory. Running answers are recomputed from their
+        tokens. Raises EngineError."""
+        await self.running().change(Forget())
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters and contents."""

@@ -13,10 +13,20 @@ from asyncllm.server.http.access import Auth
 from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.administration import (
     LEVEL,
+    PAUSE,
+    RESET,
     TAGS,
+    Paused,
+    Pausing,
+    Reset,
     Sleeping,
     Terminating,
+    flush_cache,
+    is_paused,
     is_sleeping,
+    pause,
+    reset_prefix_cache,
+    resume,
     sleep,
     terminate,
     wakeup,
@@ -40,6 +50,7 @@ from asyncllm.server.lmdeploy.responses import (
     TokenizeResponse,
 )
 from asyncllm.server.lmdeploy.tokens import detokenize, encode_texts, get_ppl, tokenize
+from asyncllm.server.observe.information import ModelInformation, ServerInformation, model_info, server_info
 from asyncllm.server.observe.probes import Health, Load, health, live, load, metrics, ready
 from asyncllm.server.ollama.answers import OllamaChatAnswer, OllamaGenerateAnswer
 from asyncllm.server.ollama.generate import (
@@ -155,6 +166,25 @@ _RERANK = Route(
 )
 
 _HEALTH = Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False)
+
+_WAKE_UP = Route(
+    method="POST",
+    path="/wakeup",
+    handler=wakeup,
+    auth=Auth.ADMIN,
+    query={"tags": TAGS},
+    answer=Sleeping,
+    work=False,
+)
+_FLUSH = Route(
+    method="POST", path="/flush_cache", handler=flush_cache, auth=Auth.ADMIN, content_type="text/plain", work=False
+)
+_SERVER_INFO = Route(
+    method="GET", path="/server_info", handler=server_info, auth=Auth.KEY, answer=ServerInformation, work=False
+)
+_MODEL_INFO = Route(
+    method="GET", path="/model_info", handler=model_info, auth=Auth.KEY, answer=ModelInformation, work=False
+)
 
 _OLLAMA_ANSWER = Route(
     method="POST",
@@ -377,15 +407,23 @@ ROUTES: tuple[Route, ...] = (
         answer=Sleeping,
         work=False,
     ),
+    _WAKE_UP,
+    # vLLM's spelling.
+    replace(_WAKE_UP, path="/wake_up"),
+    Route(method="POST", path="/pause", handler=pause, auth=Auth.ADMIN, query=PAUSE, answer=Pausing, work=False),
+    Route(method="POST", path="/resume", handler=resume, auth=Auth.ADMIN, answer=Pausing, work=False),
     Route(
         method="POST",
-        path="/wakeup",
-        handler=wakeup,
+        path="/reset_prefix_cache",
+        handler=reset_prefix_cache,
         auth=Auth.ADMIN,
-        query={"tags": TAGS},
-        answer=Sleeping,
+        query=RESET,
+        answer=Reset,
         work=False,
     ),
+    # SGLang's name, with both methods.
+    _FLUSH,
+    replace(_FLUSH, method="GET"),
     Route(
         method="POST",
         path="/v1/load_lora_adapter",
@@ -429,6 +467,12 @@ ROUTES: tuple[Route, ...] = (
         only_with="adapters_folder",
     ),
     Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
+    Route(method="GET", path="/is_paused", handler=is_paused, auth=Auth.KEY, answer=Paused, work=False),
+    _SERVER_INFO,
+    _MODEL_INFO,
+    # SGLang's older names.
+    replace(_SERVER_INFO, path="/get_server_info"),
+    replace(_MODEL_INFO, path="/get_model_info"),
     Route(
         method="GET",
         path="/terminate",

@@ -260,6 +260,89 @@ class TestAsleep:
                 await call
 
 
+class TestPaused:
+    async def test_answers_go_on_where_they_were(self) -> None:
+        async with new_engine(latency=0.0005) as engine:
+            expected = (await engine.generate("Hi", LONG)).token_ids
+            running = asyncio.create_task(engine.generate("Hi", LONG).response())
+            await until(lambda: engine.stats().running)
+            await engine.pause()
+            assert engine.paused
+            steps, late = engine.stats().steps, asyncio.create_task(engine.generate("Ho", ANSWER).response())
+            expired = asyncio.create_task(engine.generate("Hu", ANSWER, timeout=0.05).response())
+            with pytest.raises(DeadlineExceeded):
+                await expired
+            assert (engine.stats().steps, engine.stats().seconds_since_progress) == (steps, 0)
+            await engine.sleep()
+            await engine.wake()
+            assert engine.paused
+            assert not late.done()
+            await engine.resume()
+            assert (await running).token_ids == expected
+            assert len((await late).token_ids) == 12
+            assert not engine.paused
+            await settle(engine)
+
+    async def test_open_answers_end_first(self) -> None:
+        """Those that wait for a row too; those that come later wait, expire and are abandoned."""
+        async with new_engine(latency=0.0005) as engine:
+            tasks = [asyncio.create_task(engine.generate("Hi", LONG).response()) for _ in range(4)]
+            await until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 2))
+            pausing = asyncio.create_task(engine.pause("wait"))
+            await asyncio.sleep(0)
+            late = [asyncio.create_task(engine.generate("Ho", ANSWER).response()) for _ in range(2)]
+            expired = asyncio.create_task(engine.generate("Hu", ANSWER, timeout=0.005).response())
+            with pytest.raises(DeadlineExceeded):
+                await expired
+            late[0].cancel()
+            await pausing
+            assert [len(task.result().token_ids) for task in tasks] == [200] * 4
+            assert (engine.stats().running, engine.stats().waiting, late[1].done()) == (0, 1, False)
+            await engine.pause("wait")
+            await engine.resume()
+            assert len((await late[1]).token_ids) == 12
+            await settle(engine)
+
+    async def test_open_answers_are_cut_short(self) -> None:
+        async with new_engine(latency=0.0005) as engine:
+            generation = engine.generate("Hi", LONG)
+            first = await anext(generation)
+            waiting = [asyncio.create_task(engine.generate("Hi", LONG).response()) for _ in range(3)]
+            await until(lambda: engine.stats().running == 2)
+            await engine.pause("abort")
+            assert [(await task).finish_reason for task in waiting] == ["abort"] * 3
+            rest = [chunk async for chunk in generation]
+            assert rest[-1].finish_reason == "abort"
+            assert len(first.token_ids) + sum(len(chunk.token_ids) for chunk in rest) < 200
+            await engine.resume()
+            assert len((await engine.generate("Ho", ANSWER)).token_ids) == 12
+            await settle(engine)
+
+    async def test_a_pause_that_is_cancelled_holds_nothing(self) -> None:
+        async with new_engine(latency=0.0005) as engine:
+            running = asyncio.create_task(engine.generate("Hi", LONG).response())
+            await until(lambda: engine.stats().running)
+            pausing = asyncio.create_task(engine.pause("wait"))
+            await asyncio.sleep(0.002)
+            pausing.cancel()
+            assert len((await engine.generate("Ho", ANSWER)).token_ids) == 12
+            assert len((await running).token_ids) == 200
+            assert not engine.paused
+
+
+async def test_the_prefix_cache_is_dropped_and_running_answers_stay_the_same() -> None:
+    async with new_engine(latency=0.0005) as engine:
+        prompt = "the same prompt, long enough for some blocks"
+        expected = (await engine.generate(prompt, LONG)).token_ids
+        running = asyncio.create_task(engine.generate(prompt, LONG).response())
+        await until(lambda: engine.stats().running)
+        await engine.reset_prefix_cache()
+        assert (engine.stats().blocks_cached, engine.stats().preemptions) == (0, 1)
+        assert (await running).token_ids == expected
+        await engine.reset_prefix_cache()
+        assert (await engine.generate(prompt, ANSWER)).cached_token_len == 0
+
+
 @pytest.mark.parametrize("begun", [True, False])
 async def test_close_ends_what_is_under_way(begun: bool) -> None:
     engine = new_engine(latency=0.01)
@@ -300,6 +383,9 @@ async def test_close_ends_what_is_under_way(begun: bool) -> None:
         pytest.param("wake", [10**5000], "tags", id="wake huge"),
         ("wake", [], "tags"),
         ("wake", ["kv"], "tags"),
+        ("pause", "later", "mode"),
+        ("pause", ["keep"], "mode"),
+        ("pause", None, "mode"),
         ("update_weights", None, "weights"),
         ("update_weights", ["ab"], "weights"),
         ("update_weights", {1: 2}, "weights"),

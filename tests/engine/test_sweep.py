@@ -236,6 +236,21 @@ async def changed_model(engine: FakeEngine) -> Any:
     return await whole_answer(engine)
 
 
+async def paused_engine(engine: FakeEngine) -> Any:
+    await engine.reset_prefix_cache()
+    await engine.pause()
+    await engine.resume()
+    await engine.pause("wait")
+    await engine.resume()
+    await engine.pause("abort")
+    await engine.resume()
+    return await whole_answer(engine)
+
+
+async def resumed(engine: FakeEngine) -> None:
+    await engine.resume()
+
+
 async def changed_adapters(engine: FakeEngine) -> Any:
     await engine.load_adapter("x", "folder")
     answer = await engine.generate("Hi", SETTINGS, adapter_name="x")
@@ -255,6 +270,7 @@ async def without_adapters(engine: FakeEngine) -> None:
 
 CHANGES: dict[Callable[[FakeEngine], Body], Callable[[FakeEngine], Body]] = {
     changed_model: awake,
+    paused_engine: resumed,
     changed_adapters: without_adapters,
 }
 """Changes of the model, and what is enough after they were cut off."""

@@ -2,8 +2,8 @@
 
     asked ──> launching stops ──> steps in flight are read ──> the executor carries it out ──> launching resumes
 
-While the model sleeps, no step is launched until everything is awake again. Meanwhile requests still arrive, are
-aborted and reach their deadlines.
+While the model sleeps or the engine is paused, no step is launched until everything is awake and the engine resumes.
+Meanwhile requests still arrive, are aborted and reach their deadlines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
+
+import msgspec
 
 from asyncllm.engine.loop.watchdog import Watchdog
 from asyncllm.engine.schedule.scheduler import Scheduler
@@ -26,9 +28,28 @@ from asyncllm.protocol import (
     Wake,
 )
 
-__all__ = ["PARTS", "Control", "sleep_of", "update_of", "wake_of"]
+__all__ = ["PARTS", "Control", "Forget", "OwnCommand", "Pause", "Resume", "sleep_of", "update_of", "wake_of"]
 
 PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Drop all cached keys and values."""
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Launch no step until `Resume`."""
+
+    drains: bool
+    """Whether the open requests are answered first."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """End a pause."""
+
+
+OwnCommand = Forget | Pause | Resume
+"""A command that concerns the engine alone, so that the executor has no part in it."""
 
 
 class Control:
@@ -41,7 +62,7 @@ class Control:
         self._scheduler = scheduler
         self._wake = wake
         self._event_loop = asyncio.get_running_loop()
-        self._asked: deque[tuple[Command, asyncio.Future[None]]] = deque()
+        self._asked: deque[tuple[Command | OwnCommand, asyncio.Future[None]]] = deque()
         """Commands from `ask`, with their callers' futures. Cancelling a future withdraws a command that has not
         begun."""
         self._carried_out: asyncio.Future[None] | None = None
@@ -52,13 +73,24 @@ class Control:
         """0 when everything is awake."""
         self.num_updates = 0
         """Weight updates since start."""
+        self.paused = False
 
     @property
     def hold(self) -> bool:
         """Whether no step may be launched."""
-        return bool(self._asked or self.asleep)
+        return self._held or bool(self._asked and not self.drains)
 
-    def ask(self, command: Command) -> asyncio.Future[None]:
+    @property
+    def drains(self) -> bool:
+        """Whether the scheduler's requests are answered, and no new one is begun, for a pause."""
+        pauses = bool(self._asked) and isinstance(command := self._asked[0][0], Pause) and command.drains
+        return pauses and not self._held and bool(self._scheduler.num_running or self._scheduler.num_waiting)
+
+    @property
+    def _held(self) -> bool:
+        return self.paused or bool(self.asleep)
+
+    def ask(self, command: Command | OwnCommand) -> asyncio.Future[None]:
         """Queue a command, and return a future that is done when it has been carried out."""
         done: asyncio.Future[None] = self._event_loop.create_future()
         done.add_done_callback(lambda _: self._wake())
@@ -75,7 +107,10 @@ class Control:
                 if done.cancelled():
                     self._asked.popleft()
                     continue
-                if quiet:
+                if quiet and isinstance(command, OwnCommand) and not self.drains:
+                    self._finish(*self._asked.popleft(), None)
+                    continue
+                if quiet and not isinstance(command, OwnCommand):
                     self._carried_out = self._executor.carry_out(command)
                     self._watchdog.watch()
                     self._carried_out.add_done_callback(lambda _: self._wake())
@@ -85,7 +120,7 @@ class Control:
             self._watchdog.rest()
             self._finish(*self._asked.popleft(), error)
 
-    def _finish(self, command: Command, done: asyncio.Future[None], error: BaseException | None) -> None:
+    def _finish(self, command: Command | OwnCommand, done: asyncio.Future[None], error: BaseException | None) -> None:
         """End a command, and give its caller, if one still waits, the outcome."""
         if error is None:
             self._update_engine(command)
@@ -98,7 +133,7 @@ class Control:
         if halfway:
             raise error
 
-    def _update_engine(self, command: Command) -> None:
+    def _update_engine(self, command: Command | OwnCommand) -> None:
         """Update the engine's own state to match the model's."""
         match command:
             case UpdateWeights():
@@ -113,6 +148,10 @@ class Control:
                 self._scheduler.forget()
             case Wake(parts):
                 self._awaken(parts)
+            case Forget():
+                self._scheduler.forget()
+            case Pause() | Resume():
+                self.paused = isinstance(command, Pause)
 
     def _awaken(self, parts: frozenset[ResidentPart]) -> None:
         self.asleep -= parts

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.host_adapters import HostAdapters
 from asyncllm.engine.integrity import check_idle
-from asyncllm.engine.loop.control import Control
+from asyncllm.engine.loop.control import Control, OwnCommand
 from asyncllm.engine.loop.inbox import Inbox
 from asyncllm.engine.loop.launched_steps import LaunchedSteps
 from asyncllm.engine.loop.open_requests import OpenRequests
@@ -165,14 +165,20 @@ class EngineLoop:
         """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""
         self.check_running()
         self._open.check_deadline(request)
-        self._inbox.check_queue(request, self._event_loop.time(), hold=self._control.hold)
+        hold = self._control.hold or self._control.drains
+        self._inbox.check_queue(request, self._event_loop.time(), hold=hold)
         self._open.open(request)
         self._inbox.put(request)
         self._watchdog.watch()
         self._turns.wake()
 
-    async def change(self, command: Command) -> None:
-        """Have the executor carry out a command while no step is in flight. Raises EngineError, and the command's own
+    @property
+    def paused(self) -> bool:
+        """Whether no step is launched until `Resume`."""
+        return self._control.paused
+
+    async def change(self, command: Command | OwnCommand) -> None:
+        """Carry out a command while no step is in flight. Raises EngineError, and the command's own
         errors.
 
         A cancellation withdraws a command that has not begun; one that has begun is carried out.
@@ -275,8 +281,8 @@ class EngineLoop:
         if advanced is not None:
             if self._open.deliver(advanced):
                 turns.readers_woken()
-            if self.scheduler.num_waiting and steps.has_room:
-                # An answer that ended at a stop word may have freed blocks or a slot.
+            if (self.scheduler.num_waiting or self._control.drains) and steps.has_room:
+                # An answer that ended at a stop word may have freed blocks or a slot, or have been the last of all.
                 turns.wake()
         if steps.oldest_is_done and not turns.readers_first:
             turns.wake()
@@ -287,9 +293,9 @@ class EngineLoop:
 
     def _empty_inbox(self) -> None:
         inbox = self._inbox
-        while inbox.arrived:
-            self.scheduler.add(inbox.arrived.popleft())
-        inbox.arrived_tokens = 0
+        if inbox.arrived:
+            for request in inbox.take_arrived(ended=self._control.drains):
+                self.scheduler.add(request)
         while inbox.abandoned:
             self._open.abandon(inbox.abandoned.popleft())
         while inbox.overdue:

@@ -45,6 +45,14 @@ class Inbox:
         self.arrived.append(request)
         self.arrived_tokens += len(request.prompt_ids)
 
+    def take_arrived(self, *, ended: bool) -> list[Request]:
+        """Remove and return the new requests; with `ended` those alone that have been abandoned or expired."""
+        ending = {*self.abandoned, *self.overdue}
+        taken = [request for request in self.arrived if not ended or request in ending]
+        self.arrived = deque(request for request in self.arrived if ended and request not in ending)
+        self.arrived_tokens = sum(len(request.prompt_ids) for request in self.arrived)
+        return taken
+
     def clear(self) -> None:
         """Drop everything."""
         self.arrived_tokens = 0

@@ -44,9 +44,13 @@ GROUPS = {
     "api": "Ollama",
     "health": "Watching",
     "is_sleeping": "Watching",
+    "is_paused": "Watching",
+    "server_info": "Watching",
+    "get_server_info": "Watching",
     "metrics": "Watching",
-    "sleep": "Administration",
-    "wakeup": "Administration",
+    **dict.fromkeys(
+        ("sleep", "wakeup", "wake_up", "pause", "resume", "reset_prefix_cache", "flush_cache"), "Administration"
+    ),
     "openapi.json": "Documentation",
     "": "Documentation",
 }

@@ -22,7 +22,7 @@ __all__ = ["Health", "Load", "health", "live", "load", "metrics", "ready"]
 class Health(msgspec.Struct, kw_only=True):
     """The body of the first three routes."""
 
-    status: Literal["starting", "healthy", "sleeping", "draining", "stalled", "restarting", "dead"]
+    status: Literal["starting", "healthy", "sleeping", "paused", "draining", "stalled", "restarting", "dead"]
     running: int = 0
     """Sequences in the batch."""
     waiting: int = 0
@@ -40,13 +40,15 @@ def _health(service: Service) -> Health:
         stats = service.engine.stats()
     except EngineError:
         return Health(status="dead")
-    status: Literal["draining", "stalled", "sleeping", "healthy"] = "healthy"
+    status: Literal["draining", "stalled", "sleeping", "paused", "healthy"] = "healthy"
     if stats.seconds_since_progress > service.config.progress_timeout:
         status = "stalled"
     elif service.entrance.phase is not Phase.SERVING:
         status = "draining"
     elif stats.sleep_level:
         status = "sleeping"
+    elif service.engine.paused:
+        status = "paused"
     return Health(
         status=status,
         running=stats.running,
@@ -70,7 +72,8 @@ async def live(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while the server accepts new requests; 503 once it has been asked to stop, and while the model sleeps."""
+    """200 while the server accepts new requests and answers them; 503 once it has been asked to stop, and while the
+    model sleeps or is paused."""
     found = _health(service_of(request))
     return _answer(found, found.status == "healthy")
 
@@ -78,7 +81,7 @@ async def ready(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 while the engine makes progress: if it has work, a step has finished within `progress_timeout`."""
     found = _health(service_of(request))
-    return _answer(found, found.status in ("healthy", "sleeping", "draining"))
+    return _answer(found, found.status in ("healthy", "sleeping", "paused", "draining"))
 
 
 class Load(msgspec.Struct, kw_only=True):
