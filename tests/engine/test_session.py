@@ -13,6 +13,7 @@ from asyncllm.errors import (
     ContextLengthExceeded,
     InvalidMessage,
     InvalidParameter,
+    InvalidRequest,
     QueueFull,
     SessionBusy,
     SessionNotFound,
@@ -131,6 +132,28 @@ class TestByIdAndStep:
             assert again.history_token_len == 0
             assert engine.stats().sessions == 1
 
+    async def test_a_refused_first_turn_begins_nothing(self) -> None:
+        config = EngineConfig(session_len=200, max_batch_size=1, max_queued_requests=1)
+        async with FakeEngine(ANSWERS, config) as engine:
+            for prompt, settings in (("x" * 300, None), ("", None), ("one", GenerationConfig(n=2))):
+                with pytest.raises(InvalidRequest):
+                    await engine.generate(prompt, settings, session_id=7, sequence_end=False)
+            engine.executor.pause()
+            others = [engine.generate("running"), engine.generate("waiting")]
+            for generation in others:
+                await generation.start()
+            with pytest.raises(QueueFull):
+                await engine.generate("one", session_id=7, sequence_end=False)
+            engine.executor.resume()
+            assert engine.stats().sessions == 0
+            await asyncio.gather(*others)
+            await engine.generate("one", session_id=7, sequence_end=False)
+            with pytest.raises(ContextLengthExceeded):
+                await engine.generate("x" * 300, session_id=7, sequence_start=False, sequence_end=False)
+            with pytest.raises(InvalidParameter):
+                await engine.generate("one", GenerationConfig(n=2), session_id=7, sequence_end=False)
+            assert kept(engine, 7).history == [("one", "first answer")]
+
     async def test_going_back_into_the_middle_of_an_answer(self) -> None:
         async with FakeEngine(ANSWERS) as engine:
             first = await engine.generate("one", session_id=7, sequence_end=False)
@@ -196,6 +219,8 @@ class TestRefusedTurns:
                     await engine.generate("two", session_id=session.id, sequence_start=False, step=1)
                 with pytest.raises(SessionBusy):
                     session.fork()
+                with pytest.raises(SessionBusy, match="before rewinding"):
+                    session.rewind(0)
                 assert session.turns is before
                 engine.executor.resume()
                 assert (await running).text == "first answer"
@@ -217,6 +242,8 @@ class TestRefusedTurns:
                     await call()
             with pytest.raises(SessionNotFound):
                 session.fork()
+            with pytest.raises(SessionNotFound):
+                session.rewind(0)
             await engine.stop_session(12345)
             assert engine.session().id != session.id, "an id is not given twice"
 

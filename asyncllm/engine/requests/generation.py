@@ -295,8 +295,11 @@ class Session:
         return Generation(self._engine, call, index=index, session=self)
 
     def rewind(self, step: int) -> None:
-        """Cut the history to its first `step` tokens. Raises InvalidParameter if there are fewer."""
-        self._conversation.past = self._conversation.cut(step)
+        """Cut the history to its first `step` tokens.
+
+        Raises SessionBusy, SessionNotFound, and InvalidParameter if there are fewer.
+        """
+        self._conversation.rewind(step)
 
     def fork(self) -> Session:
         """Return a second conversation with the same history. The two continue independently and share cached blocks.

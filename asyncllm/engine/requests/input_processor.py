@@ -189,9 +189,6 @@ class InputProcessor:
 
     def _conversation(self, call: Call, valid: _CheckedCall) -> Conversation:
         """Return the conversation that the call is a turn of. Raises InvalidRequest, SessionNotFound."""
-        conversation = call.conversation or self._sessions.find_or_start(
-            call.session_id, sequence_start=call.sequence_start, step=call.step
-        )
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(valid.options, name) is not None:
                 raise UnsupportedFeature(
@@ -203,7 +200,9 @@ class InputProcessor:
                 f"session.",
                 "n",
             )
-        return conversation
+        return call.conversation or self._sessions.find_or_start(
+            call.session_id, sequence_start=call.sequence_start, step=call.step
+        )
 
     async def _prompt_ids(
         self, call: Call, valid: _CheckedCall, past: History

@@ -21,8 +21,10 @@ __all__ = ["Conversation", "SessionTable"]
 class Conversation:
     """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
 
-    def __init__(self, table: SessionTable, id: int, past: History, root: PrefixRoot) -> None:
-        """`past`: the history. `root`: the root of its hash chain."""
+    def __init__(
+        self, table: SessionTable, id: int, past: History, root: PrefixRoot, *, needs_turn: bool = False
+    ) -> None:
+        """`past`: the history. `root`: the root of its hash chain. `needs_turn`: end if the first turn is refused."""
         self._table = table
         self.id = id
         self.past = past
@@ -30,6 +32,7 @@ class Conversation:
         self.response: Response | None = None
         """The answer of the last turn that ended or was stopped."""
         self.closed = False
+        self._needs_turn = needs_turn
         self._root = root
         """Root of the hash chain of the last turn, whose blocks are pinned."""
         self._pinned = table.pin([], past, root) if past.token_ids else []
@@ -77,6 +80,7 @@ class Conversation:
             await self._delivery.wait_end()
             self.check_open()
         self._delivery = delivery
+        delivery.on_end = self._end_turn
         self._request = None
         self._stop_asked = False
 
@@ -87,7 +91,6 @@ class Conversation:
         """
         self._request, self._goes_on_from, self._closes = request, past, closes
         self._turn_input = turn_input
-        request.delivery.on_end = self._end_turn
         if self._stop_asked:
             self._table.stop_request(request)
 
@@ -95,11 +98,13 @@ class Conversation:
         """Add the prompt and the generated tokens to the history, however the turn ended, unless its request was never
         queued."""
         request, self._request = self._request, None
-        if request is None or self.closed:
+        if self.closed:
             return
-        sequence = request.sequences[0]
-        if sequence.finish_reason is None:
+        if request is None or request.sequences[0].finish_reason is None:
+            if self._needs_turn:
+                self.close()
             return
+        sequence, self._needs_turn = request.sequences[0], False
         answer, num_prompt = sequence.answer, sequence.num_prompt
         token_ids = without_stop_word(list(sequence.token_ids), num_prompt, answer, self._table.tokenizer)
         turn = Turn(self._turn_input, num_prompt, len(token_ids), answer.text)
@@ -121,12 +126,20 @@ class Conversation:
         if self._closes:
             self.close()
 
+    def rewind(self, step: int) -> None:
+        """Cut the history to its first `step` tokens. Raises SessionBusy, SessionNotFound, InvalidParameter."""
+        self._check_idle("rewinding")
+        self.past = self.cut(step)
+
     def fork(self) -> Conversation:
         """Return a second conversation with the same history. Raises SessionBusy, SessionNotFound."""
+        self._check_idle("forking")
+        return self._table.new(self.past, self._root)
+
+    def _check_idle(self, before: str) -> None:
         self.check_open()
         if self.busy:
-            raise SessionBusy(f"Session {self.id} is in a turn. Wait for its answer, or stop it, before forking.")
-        return self._table.new(self.past, self._root)
+            raise SessionBusy(f"Session {self.id} is in a turn. Wait for its answer, or stop it, before {before}.")
 
     def stop(self) -> None:
         """Stop the running turn, if any. The text generated so far stays in the history."""
@@ -163,8 +176,12 @@ class SessionTable:
         self._next_id += 1
         return self._begin(self._next_id - 1, past, root)
 
-    def _begin(self, session_id: int, past: History | None = None, root: PrefixRoot | None = None) -> Conversation:
-        conversation = Conversation(self, session_id, past or History([], []), root or PrefixRoot())
+    def _begin(
+        self, session_id: int, past: History | None = None, root: PrefixRoot | None = None, *, needs_turn: bool = False
+    ) -> Conversation:
+        conversation = Conversation(
+            self, session_id, past or History([], []), root or PrefixRoot(), needs_turn=needs_turn
+        )
         self._open[session_id] = conversation
         return conversation
 
@@ -197,7 +214,7 @@ class SessionTable:
         before = self._open.get(session_id)
         if before is not None:
             before.close()
-        return self._begin(session_id)
+        return self._begin(session_id, needs_turn=True)
 
     def forget(self, conversation: Conversation) -> None:
         """Drop a conversation that has closed."""
