@@ -21,7 +21,7 @@ from asyncllm.config import (
     checked,
 )
 from asyncllm.config.lmdeploy_settings import CALLS, PIPELINES, without_neutral
-from asyncllm.errors import InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
     Chunk,
@@ -179,13 +179,8 @@ class Pipeline:
             _show_progress(future, done, total)
         return self._loop.wait(future)
 
-    def infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """LMDeploy's name for calling the pipeline."""
-        return self(prompts, gen_config, **options)
-
-    def batch_infer(self, prompts: Prompts, gen_config: GenConfigs = None, **options: Any) -> Response | list[Response]:
-        """LMDeploy's older name for calling the pipeline."""
-        return self(prompts, gen_config, **options)
+    infer = batch_infer = __call__
+    """LMDeploy's names for calling the pipeline."""
 
     def stream_infer(
         self,
@@ -204,14 +199,14 @@ class Pipeline:
         InvalidRequest and EngineError.
         """
         config, keywords = _split(gen_config, options)
-        asked = [sessions] if isinstance(sessions, ChatSession) else sessions
+        asked = sessions if sessions is None or isinstance(sessions, list | tuple) else [sessions]
         return self._stream(
             lambda: self._engine.stream_infer(
                 prompts,
                 config,
                 do_preprocess=do_preprocess,
                 adapter_name=adapter_name,
-                sessions=None if asked is None else [session.inner for session in asked],
+                sessions=None if asked is None else [_inner(session, "sessions") for session in asked],
                 stream_response=stream_response,
                 **keywords,
             )
@@ -261,13 +256,12 @@ class Pipeline:
         Return the ChatSession, whose `response` is the answer, or with `stream_response` an iterator of Chunks.
         """
         found = session if session is not None else self.session()
-        if not isinstance(found, ChatSession):
-            raise InvalidParameter(f"session must come from session() or chat(), not {session!r}.", "session")
+        inner = _inner(found, "session")
         merged, keywords = _split(gen_config, options)
         config: Any = merged
         chunks = self._stream(
             lambda: self._engine.chat(
-                prompt, found.inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
+                prompt, inner, config, do_preprocess=do_preprocess, adapter_name=adapter_name, **keywords
             )
         )
         if stream_response:
@@ -349,6 +343,9 @@ class Pipeline:
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again; see `AsyncEngine.wake`."""
         self._loop.call(self._engine.wake(tags))
+
+    wakeup = wake
+    """LMDeploy's name."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters and contents."""
@@ -455,6 +452,13 @@ class ChatSession:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _inner(session: object, name: str) -> Session:
+    """Return the engine's session. Raises InvalidParameter for anything but a ChatSession."""
+    if not isinstance(session, ChatSession):
+        raise InvalidParameter(f"{name}: {short(session)} is no session. Take one from session() or chat().", name)
+    return session.inner
 
 
 def _replace(config: Config, fields: dict[str, Any]) -> Config:

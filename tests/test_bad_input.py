@@ -99,6 +99,10 @@ class TestSettings:
             {"cache_salt": "\ud800"},
             {"deadline": 5},
             {"Priority": 1},
+            {"do_preprocess": "no"},
+            {"stream_response": None},
+            {"sequence_start": 0},
+            {"sequence_end": "yes"},
         ],
         ids=str,
     )
@@ -115,6 +119,10 @@ class TestSettings:
         with pytest.raises(InvalidParameter, match=r"Pass gen_config=GenerationConfig\(temperature=") as caught:
             ask(pipe, "ping", temperature=0.5)
         assert caught.value.param == "temperature"
+
+    def test_variables_of_the_template_are_said_where_they_go(self, pipe: FakePipeline) -> None:
+        with pytest.raises(InvalidParameter, match=r"Pass chat_template_kwargs=\{'enable_thinking'"):
+            ask(pipe, "ping", enable_thinking=False)
 
     @pytest.mark.parametrize("case", labelled([case for case in bad_values(EngineConfig) if case not in DEFAULTS]))
     def test_engine_field(self, case: tuple[str, Any]) -> None:

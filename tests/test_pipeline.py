@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,7 @@ class TestCall:
 
     def test_batch_infer_is_the_same(self, pipe: FakePipeline) -> None:
         assert pipe.batch_infer(["ping"], GenerationConfig(max_new_tokens=2))[0].text == "po"
+        assert pipe.infer("ping", GenerationConfig(max_new_tokens=2), True, None, False).text == "po"
 
     def test_one_config_for_all_or_one_for_each(self, pipe: FakePipeline) -> None:
         short, shorter = GenerationConfig(max_new_tokens=3), GenerationConfig(max_new_tokens=1)
@@ -155,6 +157,9 @@ class TestStream:
             next(iter(pipe.stream_infer("")))
         with pytest.raises(InvalidParameter):
             pipe.stream_infer("ping", nonsense=1)
+        positions: Any = (None, GenerationConfig())  # LMDeploy's order since 0.10
+        with pytest.raises(InvalidParameter, match="do_preprocess must be True or False"):
+            next(pipe.stream_infer("ping", *positions))
 
 
 class TestChat:
@@ -185,6 +190,20 @@ class TestChat:
         assert sessions[1].history[-1] == ("ping", "pong")
         with pytest.raises(InvalidParameter, match="1 prompts and 2 sessions"):
             next(pipe.stream_infer("ping", sessions=sessions))
+
+    def test_sessions_of_others_are_refused(self, pipe: FakePipeline) -> None:
+        with FakePipeline("x") as other, other.session() as session:
+            with pytest.raises(InvalidParameter, match="no session of this engine"):
+                pipe.chat("ping", session)
+            with pytest.raises(InvalidParameter, match="no session of this engine"):
+                next(pipe.stream_infer("ping", sessions=session))
+            assert other.stats().requests_started == 0
+        strange: Any
+        for strange in ("abc", 5, ["abc"]):
+            with pytest.raises(InvalidParameter, match="is no session"):
+                pipe.chat("ping", strange)
+            with pytest.raises(InvalidParameter, match="is no session"):
+                next(pipe.stream_infer("ping", sessions=strange))
 
     def test_an_aborted_turn_keeps_its_text(self) -> None:
         with FakePipeline("x" * 500, delay_per_token=0.001) as pipe, pipe.session() as session:

@@ -103,6 +103,10 @@ class RequestOptions(Settings, frozen=True, kw_only=True):
                 raise InvalidParameter(
                     f"{name} is a field of GenerationConfig. Pass gen_config=GenerationConfig({name}=...).", name
                 )
+            if name in ("enable_thinking", "reasoning_effort"):
+                raise InvalidParameter(
+                    f"{name} is a variable of the chat template. Pass chat_template_kwargs={{{name!r}: ...}}.", name
+                )
         return super().own_fields(fields)
 
     @property

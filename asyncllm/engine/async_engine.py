@@ -219,13 +219,25 @@ class AsyncEngine:
         **options: Unpack[RequestKeywords],
     ) -> Generation:
         """Answer the next turn of `session`, or the first turn of a new one, which is `Generation.session`."""
-        found = session or self.session()
+        found = self.session() if session is None else self._own(session)
         return found.chat(prompt, gen_config, do_preprocess=do_preprocess, adapter_name=adapter_name, **options)
 
     def session(self) -> Session:
         """Return a new, empty conversation. Raises EngineError."""
         self.check_running()
         return Session(self._lifecycle, self._lifecycle.sessions.new())
+
+    def _own(self, session: object, name: str = "session") -> Session:
+        """Return a session of this engine. Raises InvalidParameter for anything else."""
+        if not isinstance(session, Session) or not session.belongs_to(self._lifecycle):
+            raise InvalidParameter(
+                f"{name}: {short(session)} is no session of this engine. Take one from session().", name
+            )
+        return session
+
+    def _own_sessions(self, sessions: object) -> list[Session]:
+        several = sessions if isinstance(sessions, list | tuple) else [sessions]
+        return [self._own(session, "sessions") for session in several]
 
     async def stop_session(self, session_id: int) -> None:
         """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far. Raises
@@ -290,7 +302,7 @@ class AsyncEngine:
         pairs = pair_with_configs(prompts, gen_config)
         answers = self._answers(
             pairs,
-            [sessions] if isinstance(sessions, Session) else sessions,
+            None if sessions is None else self._own_sessions(sessions),
             do_preprocess=do_preprocess,
             adapter_name=adapter_name,
             streaming=stream_response,

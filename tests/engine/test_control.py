@@ -442,6 +442,6 @@ def test_the_pipeline_does_the_same() -> None:
         pipe.update_weights({"a": 1})
         pipe.sleep(2)
         assert pipe.stats().sleep_level == 2
-        pipe.wake()
+        pipe.wakeup()
         assert pipe("ping").text == "pong"  # type: ignore[union-attr]
         assert pipe.executor.commands == [UpdateWeights({"a": 1}), Sleep(2), Wake(PARTS)]

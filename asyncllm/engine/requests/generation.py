@@ -237,6 +237,10 @@ class Session:
         self._engine = engine
         self._conversation = conversation
 
+    def belongs_to(self, engine: Lifecycle) -> bool:
+        """Return whether this is a conversation with this engine."""
+        return self._engine is engine
+
     @property
     def id(self) -> int:
         return self._conversation.id

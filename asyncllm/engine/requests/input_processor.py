@@ -25,7 +25,7 @@ from asyncllm.engine.schedule.quality_of_service import QualityOfService
 from asyncllm.engine.schedule.sequence import ORDINARY, Request, RequestPolicy
 from asyncllm.engine.sessions.history import History, TurnInput
 from asyncllm.engine.sessions.session_table import Conversation, SessionTable
-from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
+from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import SamplingParams
 from asyncllm.text.grammars.bridge import AnswerGrammar
@@ -73,6 +73,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def is_turn(self) -> bool:
         """Whether this is a turn of a stored conversation."""
         return self.conversation is not None or not (self.sequence_start and self.sequence_end)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The parameters of `generate` that are True or False."""
+        return {
+            "do_preprocess": self.do_preprocess,
+            "stream_response": self.streaming,
+            "sequence_start": self.sequence_start,
+            "sequence_end": self.sequence_end,
+        }
 
     @property
     def renders(self) -> bool:
@@ -157,6 +167,9 @@ class InputProcessor:
 
     def _check(self, call: Call) -> _CheckedCall:
         """Check the parts of a call that do not depend on its prompt. Raises InvalidRequest."""
+        for name, flag in call.flags.items():
+            if not isinstance(flag, bool):
+                raise InvalidParameter(f"{name} must be True or False, not {short(flag)}.", name)
         adapter = None if call.adapter_name is None else self._adapters.find(call.adapter_name)
         encoder = self.encoder_for(call.adapter_name)
         options = encoder.options(call.options, renders=call.renders)
