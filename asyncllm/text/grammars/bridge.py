@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncllm.config.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, Lark, escaped
+from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, Lark, as_lark, escaped
 from asyncllm.text.grammars.tags import tag_rule
 from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
@@ -44,7 +44,6 @@ SLOW_MASK_S = 0.005
 """CPU time in seconds from which the mask of a running answer counts as slow. MAX_SLOW_MASKS of them end the answer."""
 MAX_SLOW_MASKS = 10
 
-MAX_MESSAGE = 300
 EXCERPT = re.compile(r"\s+\d+ \| .*", re.DOTALL)
 
 
@@ -146,22 +145,10 @@ class GrammarCompiler:
                 words = "|".join(escaped(word) for word in json.loads(spec.source))
                 return LLMatcher.grammar_from_regex(f"[ \\n]{{0,2}}({words})" if spaced else f"({words})")
             case "grammar":
-                source = spec.source
-                if "::=" in source:
-                    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-                    try:
-                        source = gbnf_to_lark(source)
-                    except Exception as error:  # its parser raises any kind of error
-                        reason = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
-                        raise InvalidParameter(
-                            f"The grammar is not valid GBNF: {reason}. Correct it, or send Lark.",
-                            spec.field,
-                        ) from None
-                return LLMatcher.grammar_from_lark(source)
+                return LLMatcher.grammar_from_lark(as_lark(spec.source, spec.field))
             case "tags":
                 rules = Lark(self._tokenizer)
-                rules.rule(tag_rule(rules, spec.source), "answer")
+                rules.rule(tag_rule(rules, spec.source, spec.field, self.ends), "answer")
                 return LLMatcher.grammar_from_lark(f"start: {front}answer\n{rules.text}")
             case "calls":
                 return LLMatcher.grammar_from_lark(f"start: {front}answer\n{spec.source}")
@@ -169,7 +156,7 @@ class GrammarCompiler:
     def _check(self, matcher: LLMatcher, field: str) -> None:
         if matcher.is_error():
             # The sentence is followed by a piece of the grammar, which the client did not write itself.
-            reason = " ".join(EXCERPT.sub("", matcher.get_error()).split())[:MAX_MESSAGE]
+            reason = " ".join(EXCERPT.sub("", matcher.get_error()).split())[:300]
             if "NoExtensionBias" in reason:
                 reason = "no text ends in what it allows"
             if "coerce_one_of" in reason:

@@ -10,9 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from asyncllm.errors import InvalidParameter
 from asyncllm.text.tokenizer import Tokenizer
 
-__all__ = ["ANY_TEXT", "Lark", "escaped"]
+__all__ = ["ANY_TEXT", "Lark", "as_lark", "escaped"]
 
 ANY_TEXT = "/(.|\\n)*/"
 """Any text without special tokens."""
@@ -34,6 +35,19 @@ ESCAPES = {"json_allow_general_unicode_escapes": True}
 def escaped(text: str) -> str:
     """Return a text escaped for Rust's regular expressions."""
     return REGEX_CHARACTERS.sub(lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+
+
+def as_lark(grammar: str, field: str) -> str:
+    """Return a grammar in Lark, which may be in GBNF. Raises InvalidParameter for broken GBNF."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # its parser raises any kind of error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise InvalidParameter(f"The grammar is not valid GBNF: {reason}. Correct it, or send Lark.", field) from None
 
 
 class Lark:
@@ -109,6 +123,14 @@ class Lark:
         options: dict[str, Any] = TIGHT if white_space is None else {"whitespace_pattern": white_space}
         options = options | (LENIENT if lenient else {}) | ESCAPES
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
+
+    def grammar(self, grammar: str, field: str) -> str:
+        """Return the rule for a text of a grammar in GBNF or Lark, whose rules are its own. Raises InvalidParameter."""
+        return self.rule(f"%lark {{\n{as_lark(grammar, field)}\n}}")
+
+    def has_token(self, token: int) -> bool:
+        """Return whether the tokenizer has a token of this id."""
+        return self._tokenizer is not None and token < self._tokenizer.vocab_size
 
     def _found(self, text: str) -> list[re.Match[str]]:
         return [] if self._tokenizer is None else list(self._tokenizer.spellings.pattern.finditer(text))

@@ -31,6 +31,23 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
+TRIP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Where to."},
+        "days": {"type": "integer"},
+        "kind": {"enum": ["train", "bus"]},
+        "via": {"$ref": "#/$defs/via"},
+    },
+    "required": ["city", "kind"],
+    "$defs": {"via": {"type": "array", "items": {"type": "string"}}},
+}
+
+
+def parameters(style: str, schema: Any = TRIP) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "style": style}
+
+
 def triggered(**options: Any) -> dict[str, Any]:
     time = {"begin": "<function=time>", "content": text("now"), "end": ["</function>", "</f>"]}
     return {"type": "triggered_tags", "triggers": ["<function="], "tags": [CALL, {"type": "tag", **time}], **options}
@@ -88,7 +105,65 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["<all>a</all>", "<all>ab</all>", f"<all>a{CALLED}</all>"],
         ["<all>b</all>", "<all>ab"],
     ),
+    ({"type": "optional", "content": text("x")}, ["", "x"], ["xx"]),
+    ({"type": "plus", "content": text("x")}, ["x", "xxx"], [""]),
+    ({"type": "star", "content": {"type": "or", "elements": [text("x"), text("yz")]}}, ["", "x", "xyzx"], ["y"]),
+    ({"type": "repeat", "min": 1, "max": 3, "content": text("x")}, ["x", "xxx"], ["", "xxxx"]),
+    ({"type": "repeat", "min": 2, "max": -1, "content": text("x")}, ["xx", "xxxxx"], ["x"]),
+    ({"type": "repeat", "min": 0, "max": 0, "content": text("x")}, [""], ["x"]),
+    (
+        {"type": "tag", **BOLD, "content": {"type": "optional", "content": ANY}},
+        ["<b></b>", "<b>x</b>"],
+        ["<b>x", "x</b>"],
+    ),
+    (
+        {
+            "type": "sequence",
+            "elements": [
+                {"type": "grammar", "grammar": 'root ::= "yes" | "no" more\nmore ::= "!"+'},
+                {"type": "grammar", "grammar": 'start: "," more\nmore: /[0-9]+/'},
+            ],
+        },
+        ["yes,12", "no!!,1"],
+        ["no,1", "yes", "yes,"],
+    ),
+    (
+        {
+            "type": "dispatch",
+            "rules": [["<b>", text("bold</b>")], ["<i>", text("it</i>")]],
+            "excludes": ["</end>"],
+        },
+        ["", "plain", "a <b>bold</b> b <i>it</i><b>bold</b> c"],
+        ["a <b>x", "a <b>x <i>it</i>", "a </end>", "<i>it"],
+    ),
+    (
+        {"type": "dispatch", "rules": [["<b>", text("bold")]], "loop": False},
+        ["", "plain", "a <b>bold"],
+        ["<b>bold ", "<b>"],
+    ),
+    # What XGrammar's own classes write.
+    (
+        {"type": "json_schema", "json_schema": CITY, "style": "json", "any_order": False, "max_whitespace_cnt": 0},
+        ['{"city":"Bonn"}'],
+        ['{"city": "Bonn"}', '{ "city":"Bonn"}'],
+    ),
+    ({**ANY, "excludes": [], "max_tokens": None, "max_chars": None}, ["", "x"], []),
     # A special token is one token, not its spelling.
+    (
+        {
+            "type": "tag",
+            "begin": {"type": "token", "token": "<|im_start|>"},
+            "content": {"type": "any_tokens"},
+            "end": {"type": "token", "token": 5},
+        },
+        ["<|im_start|>some words<|im_start|>and more<|image|>", "<|im_start|><|image|>"],
+        ["<|im_start|>some words", "some words"],
+    ),
+    (
+        {"type": "sequence", "elements": [text("a"), {"type": "token", "token": 3}, text("b")]},
+        ["a<|im_start|>b"],
+        ["ab", "a<|im_start|>"],
+    ),
     (
         {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [{**CALL, "begin": "<|im_start|>call"}]},
         ["plain", 'a <|im_start|>call{"city": "Bonn"}</function> b'],
@@ -142,7 +217,19 @@ def nested(levels: int) -> dict[str, Any]:
         ({"type": "const_string"}, "missing required field `value`"),
         ({"type": "const_string", "value": "a", "x": 1}, "unknown field `x`"),
         ({"type": "json_schema", "json_schema": {"const": "x" * 70_000}}, "response_format"),
-        ({"type": "json_schema", "json_schema": CITY, "style": "qwen_xml"}, "qwen_xml"),
+        ({"type": "json_schema", "json_schema": CITY, "style": "cohere_xml"}, "cohere_xml"),
+        ({"type": "json_schema", "json_schema": CITY, "any_order": True}, "any_order"),
+        ({"type": "any_text", "max_tokens": 5}, "max_tokens"),
+        ({"type": "any_tokens", "max_tokens": 5}, "max_tokens"),
+        ({"type": "exclude_token", "exclude_tokens": [5]}, "exclude_token"),
+        ({"type": "repeat", "min": 3, "max": 2, "content": text("x")}, "`max` is less"),
+        ({"type": "repeat", "min": -1, "max": 2, "content": text("x")}, "min"),
+        ({"type": "repeat", "min": 0, "max": 10**9, "content": text("x")}, "max"),
+        ({"type": "star", "content": ANY}, "without an end"),
+        ({"type": "sequence", "elements": [{"type": "optional", "content": ANY}, text("a")]}, "only the last"),
+        ({"type": "dispatch", "rules": []}, "is empty"),
+        ({"type": "dispatch", "rules": [["", text("a")]]}, "no trigger"),
+        ({"type": "dispatch", "rules": [["a", ANY]]}, "no `end`"),
         ({"type": "sequence", "elements": []}, "is empty"),
         ({"type": "sequence", "elements": [ANY, text("a")]}, "only the last"),
         ({"type": "triggered_tags", "triggers": [], "tags": [CALL]}, "no trigger"),
@@ -167,9 +254,63 @@ def test_what_is_no_structural_tag_is_refused(form: Any, reason: str) -> None:
         {"type": "json_schema", "json_schema": {"not": {}}},
         {"type": "regex", "pattern": "(a"},
         {"type": "regex", "pattern": "(?=a)b"},
+        {"type": "grammar", "grammar": 'root ::= "a'},
+        {"type": "grammar", "grammar": 'start: "a" rest'},
+        {"type": "token", "token": "<|nothing|>"},
+        {"type": "token", "token": 10**6},
+        {"type": "tag", "begin": "a", "content": {"type": "any_tokens"}, "end": "b"},
+        parameters("qwen_xml", {"type": "object", "properties": {"a b": {}}}),
+        parameters("qwen_xml", {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}),
+        parameters("qwen_xml", {"anyOf": [CITY, {}]}),
+        parameters("glm_xml", {"type": "array"}),
         text("\ud800"),
     ],
 )
 def test_broken_parts_are_refused(compiler: GrammarCompiler, form: Any) -> None:
-    with pytest.raises(InvalidParameter, match="response_format"):
+    with pytest.raises(InvalidParameter, match=r"response_format|The grammar is not valid") as caught:
         compiler.compile(spec_of({"type": "structural_tag", "format": form}), spaced=False)
+    assert caught.value.param == "response_format"
+
+
+STYLES = {
+    "qwen_xml": ("<parameter={}>", "</parameter>"),
+    "minimax_xml": ('<parameter name="{}">', "</parameter>"),
+    "glm_xml": ("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
+    "deepseek_xml": ('<｜DSML｜parameter name="{}" string="', "</｜DSML｜parameter>"),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_one_by_one(compiler: GrammarCompiler, style: str) -> None:
+    spec = spec_of({"type": "structural_tag", "format": {**BOLD, "type": "tag", "content": parameters(style)}})
+
+    def written(*pairs: tuple[str, str], between: str = "\n") -> str:
+        head, closer = STYLES[style]
+        mark = {"city": 'true">', "kind": 'true">'} if style == "deepseek_xml" else {}
+        other = 'false">' if style == "deepseek_xml" else ""
+        each = [f"{head.format(key)}{mark.get(key, other)}{value}{closer}" for key, value in pairs]
+        return f"<b>{between}{between.join(each)}{between}</b>"
+
+    city, kind = ("city", "New\nYork, {'<b>'}"), ("kind", "bus")
+    right = [
+        written(city, kind),
+        written(city, kind, between=""),
+        written(city, ("days", "12"), kind, ("via", '["Bonn", "Köln"]')),
+    ]
+    wrong = [
+        written(city),
+        written(kind, city),
+        written(city, ("days", "soon"), kind),
+        written(city, ("kind", "car")),
+        written(city, kind, ("via", "Bonn")),
+        written(city, kind, ("other", "x")),
+        written(city, kind, city),
+    ]
+    assert [each for each in right if not takes(compiler, spec, each)] == []
+    assert [each for each in wrong if takes(compiler, spec, each)] == []
+
+
+def test_the_older_name_of_qwens_parameters_is_the_same() -> None:
+    old = {"type": "qwen_xml_parameter", "json_schema": TRIP}
+    specs = [spec_of({"type": "structural_tag", "format": form}) for form in (old, parameters("qwen_xml"))]
+    assert specs[0] == specs[1]
