@@ -28,6 +28,7 @@ def gated_delta_rule(
 
     q, k [T, Hk, K], v [T, H, V], log_decay and beta [T, H] float32 -> [T, H, V]. Head h of v uses head h * Hk // H of q
     and k, whose vectors are normalised to length 1; queries are scaled by K^-0.5. `state` [blocks, H, K, V] float32.
+    With log_decay [T, H, K], each feature of a key has a decay of its own (Kimi Linear, arXiv 2510.26692).
     """
     q, k = _unit(q.float()) * q.shape[2] ** -0.5, _unit(k.float())
     return _recur(q, k, v, log_decay, beta, state, plan, delta=True)
@@ -59,7 +60,8 @@ def _recur(
 ) -> Tensor:
     """`delta`: subtract from the value what the memory already holds for the key."""
     heads = v.shape[1] // k.shape[1]
-    tokens = _Tokens(q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1), v.float(), log_decay, weights)
+    decay = log_decay if log_decay.ndim == 3 else log_decay[..., None]
+    tokens = _Tokens(q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1), v.float(), decay, weights)
     out = v.new_empty(v.shape)
     memory = torch.where((plan.sources >= 0)[:, None, None, None], state[plan.sources.clamp(min=0)], 0)
     _by_token(tokens, memory, state, plan, out, delta=delta)
@@ -74,8 +76,9 @@ class _Tokens(NamedTuple):
     v: Tensor
     """[T, H, V] float32."""
     log_decay: Tensor
-    """[T, H], like weights."""
+    """[T, H, K], or [T, H, 1] for all features of a key."""
     weights: Tensor
+    """[T, H]."""
 
 
 def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, out: Tensor, *, delta: bool) -> None:
@@ -85,7 +88,7 @@ def _by_token(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
     for step in range(int((end - begin).max()) if plan.num_serial else 0):
         rows = torch.nonzero(end - begin > step)[:, 0]
         token = begin[rows] + step
-        held = memory[rows] * log_decay[token].exp()[..., None, None]
+        held = memory[rows] * log_decay[token].exp()[..., None]
         learned = v[token]
         if delta:
             learned = learned - (held * k[token][..., None]).sum(2)
@@ -102,30 +105,38 @@ def _by_piece(tokens: _Tokens, memory: Tensor, state: Tensor, plan: StatePlan, o
     pieces = plan.pieces
     if pieces is None:
         return
-    q, k, v = (each.transpose(0, 1) for each in tokens[:3])
-    log_decay, weights = tokens.log_decay.t(), tokens.weights.t()[..., None]
+    q, k, v, log_decay = (each.transpose(0, 1) for each in tokens[:4])
+    weights = tokens.weights.t()[..., None]
     spans, offsets = pieces.spans.tolist(), pieces.offsets.tolist()
     for row, held in enumerate(memory[plan.num_serial :]):
         for start, stop in spans[offsets[row] : offsets[row + 1]]:
             queries, keys, learned, weight = (each[:, start:stop] for each in (q, k, v, weights))
-            # The fraction that remains, at each token, of the memory before the piece and of each token's write.
+            # The fraction that remains, at each token, of the memory before the piece.
             decay = log_decay[:, start:stop].cumsum(1)
-            left = decay.exp()[..., None]
-            left_of = (decay[:, :, None] - decay[:, None]).tril().exp()
+            left = decay.exp()
             if delta:
                 # Each token forgets what the memory, and the earlier tokens of the piece, hold for its key.
-                predicted = (keys @ keys.mT * left_of * weight).tril(-1)
+                predicted = (_scores(keys, keys, decay) * weight).tril(-1)
                 learned = torch.linalg.solve_triangular(
-                    predicted, weight * (learned - left * (keys @ held)), upper=False, unitriangular=True
+                    predicted, weight * (learned - (left * keys) @ held), upper=False, unitriangular=True
                 )
             else:
                 learned = weight * learned
-            read = left * (queries @ held) + (queries @ keys.mT * left_of).tril() @ learned
+            read = (left * queries) @ held + _scores(queries, keys, decay) @ learned
             out[start:stop] = read.transpose(0, 1).to(out.dtype)
-            held = left[:, -1:] * held + (keys * left_of[:, -1, :, None]).mT @ learned
+            held = left[:, -1, :, None] * held + (keys * (decay[:, -1:] - decay).exp()).mT @ learned
             target = int(plan.targets[stop - 1])
             if target >= 0:
                 state[target] = held
+
+
+def _scores(reads: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+    """Return the products [H, t, t] of each token's vector with the keys up to its own, of which a fraction remains at
+    that token. reads, keys [H, t, K], decay [H, t, K or 1]: sums of logarithms from the piece's first token on."""
+    left_of = (decay[:, :, None] - decay[:, None]).clamp(max=0).exp()
+    if decay.shape[2] == 1:
+        return (reads @ keys.mT * left_of[..., 0]).tril()
+    return torch.einsum("hik,hjk,hijk->hij", reads, keys, left_of).tril()
 
 
 def _unit(x: Tensor) -> Tensor:

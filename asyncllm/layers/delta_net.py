@@ -17,7 +17,7 @@ from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.short_convolution import CausalConvolution, StateLayer
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["GatedDeltaNet", "JointDeltaNet"]
+__all__ = ["GatedDeltaNet", "JointDeltaNet", "WholeParts"]
 
 
 class Decay(ParameterOwner):
@@ -35,7 +35,7 @@ class Decay(ParameterOwner):
         return -self.log_rate.exp() * kernels.softplus(step_size.float() + self.step_bias)
 
 
-class _WholeParts(MergedLinear):
+class WholeParts(MergedLinear):
     """A merged layer whose parts every rank holds as a whole."""
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int) -> None:
@@ -74,17 +74,18 @@ class GatedDeltaNet(StateLayer):
         checkpoint stores separate convolutions for queries, keys and values."""
         super().__init__()
         self.layer = layer
+        self.num_heads = num_heads
         self.num_key_heads = num_key_heads
         self.key_dim = key_dim
         self.head_dim = head_dim
         keys, values = num_key_heads * key_dim, num_heads * head_dim
         parts = {"q": keys, "k": keys, "v": values, "gate": values}
-        self.inputs = _WholeParts(hidden_size, parts, stored_heads=num_key_heads)
-        self.weights = _WholeParts(hidden_size, {"beta": num_heads, "step": num_heads}, stored_heads=num_key_heads)
+        self.inputs = WholeParts(hidden_size, parts, stored_heads=num_key_heads)
+        self.weights = WholeParts(hidden_size, {"beta": num_heads, "step": num_heads}, stored_heads=num_key_heads)
         mixed = {"q": keys, "k": keys, "v": values}
         self.conv = CausalConvolution(2 * keys + values, conv_length, bias=False, parts=mixed if parted_conv else None)
         self.top_weight = top_weight
-        self.decay = Decay(num_heads)
+        self.decay: ParameterOwner = Decay(num_heads)
         self.norm = RMSNorm(head_dim, norm_eps)
         self.out = Linear(values, hidden_size, shard="replicated")
         memory = (num_heads, key_dim, head_dim)
@@ -112,7 +113,7 @@ class GatedDeltaNet(StateLayer):
             y, gate = (kernels.gather_rows(each.contiguous(), sampled.indices) for each in (y, gate))
             step = sampled.inputs
         normed = self.norm(y.view(-1, self.head_dim)).view_as(y)
-        out: Tensor = self.out((normed * kernels.silu(gate.float())).to(x.dtype), step)
+        out: Tensor = self.out((normed * self._opened(gate.float())).to(x.dtype), step)
         return out
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,6 +123,10 @@ class GatedDeltaNet(StateLayer):
         mixed, gate = self.inputs(x, step).split([self.conv.weight.shape[0], values], -1)
         beta, step_size = self.weights(x, step).chunk(2, -1)
         return mixed, gate, beta, step_size
+
+    def _opened(self, gate: Tensor) -> Tensor:
+        """Return the factors of gates."""
+        return kernels.silu(gate)
 
 
 class JointDeltaNet(GatedDeltaNet):
@@ -135,10 +140,10 @@ class JointDeltaNet(GatedDeltaNet):
         super().__init__(layer, hidden_size, **sizes)
         rows = {**self.inputs.rows, **self.weights.rows}
         parts = {part: each.stop - each.start for part, each in rows.items() if part is not None}
-        self.inputs = _WholeParts(hidden_size, parts, stored_heads=self.num_key_heads)
+        self.inputs = WholeParts(hidden_size, parts, stored_heads=self.num_key_heads)
         del self.weights
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values, heads = self.out.in_features, self.decay.log_rate.shape[0]
+        values, heads = self.out.in_features, self.num_heads
         mixed, gate, beta, step_size = self.inputs(x, step).split([self.conv.weight.shape[0], values, heads, heads], -1)
         return mixed, gate, beta, step_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncllm.layers.block import AnyAttention
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.rotary import RopeConfig
 from asyncllm.models.config import HFConfig, ModelConfig, yarn_term
@@ -40,11 +41,11 @@ class LatentConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 class LatentDecoder(DecoderLM):
-    """A decoder whose layers all have latent attention."""
+    """A decoder whose layers have latent attention."""
 
     config: LatentConfig
 
-    def attention(self, layer: int) -> LatentAttention:
+    def attention(self, layer: int) -> AnyAttention:
         config = self.config
         assert config.score_scale is not None
         return LatentAttention(

@@ -129,9 +129,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     ),
     "JAISLMHeadModel": Refused("Jais 13B, 30B", NO_REFERENCE, "Jais2ForCausalLM"),
     "JetMoeForCausalLM": Refused("JetMoE 8B", "experts in attention are not implemented", "MixtralForCausalLM"),
-    "KimiLinearForCausalLM": Refused(
-        "Kimi-Linear 48B-A3B", "linear attention with per-feature decay is not implemented", "Qwen3NextForCausalLM"
-    ),
     "Kolibri1ForCausalLM": Refused(
         "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
     ),

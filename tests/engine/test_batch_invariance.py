@@ -19,6 +19,7 @@ CONFIG = GenerationConfig(max_new_tokens=6, ignore_eos=True, logprobs=3)
 KINDS = {
     "deepseek_v3": "latents",
     "jamba": "Mamba, experts",
+    "kimi_linear": "delta nets whose features decay, latents that no position turns",
     "lfm2": "short convolutions",
     "nemotron_h": "Mamba-2, experts chosen by sigmoids",
     "qwen2_moe": "a shared expert behind a gate",

@@ -24,7 +24,7 @@ from tests.models.parity import FAMILIES, Case, folder_of, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 
-SHORT = {"jamba", "nemotron_h", "qwen"}
+SHORT = {"jamba", "kimi_linear", "nemotron_h", "qwen"}
 """Families whose tiny models have positions for 128 tokens."""
 PROMPTS = [random_tokens(20 + index, length) for index, length in enumerate((150, 40, 3, 90))]
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True, logprobs=20)

@@ -184,9 +184,13 @@ CASES = [
             },
             {
                 **{"HEADS": 32, "SHARING": sharing, "KEYS": 128, "ALL_VALUES": values},
-                **{"KEY_TILE": 128, "VALUES": memory.VALUES, "DELTA": delta, **PDL},
+                **{"KEY_TILE": 128, "VALUES": memory.VALUES, "DELTA": delta, "BY_KEY": by_key, **PDL},
             },
         )
-        for name, sharing, values, delta in (("delta 128", 2, 128, True), ("space 128", 32, 64, False))
+        for name, sharing, values, delta, by_key in (
+            ("delta 128", 2, 128, True, False),
+            ("delta of features 128", 1, 128, True, True),
+            ("space 128", 32, 64, False, False),
+        )
     ),
 ]

@@ -111,8 +111,14 @@ def test_short_convolution(module: Any, dtype: torch.dtype, size: int, length: i
 @MEMORIES
 @DTYPES
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "keys", "values", "lens", "block"),
-    [(2, 1, 12, 40, LENS, BLOCK), (1, 1, 12, 24, LONG, 128), (1, 1, 16, 8, LONG, 80)],
+    ("heads", "key_heads", "keys", "values", "by_key", "lens", "block"),
+    [
+        (2, 1, 12, 40, False, LENS, BLOCK),
+        (2, 1, 12, 40, True, LENS, BLOCK),
+        (1, 1, 12, 24, False, LONG, 128),
+        (1, 1, 16, 8, False, LONG, 80),
+        (1, 1, 16, 8, True, LONG, 80),
+    ],
 )
 def test_gated_delta_rule(
     module: Any,
@@ -121,6 +127,7 @@ def test_gated_delta_rule(
     key_heads: int,
     keys: int,
     values: int,
+    by_key: bool,
     lens: tuple[int, ...],
     block: int,
 ) -> None:
@@ -128,7 +135,8 @@ def test_gated_delta_rule(
     count = sum(lens)
     q, k = (random(count, key_heads, keys, seed=seed + each, dtype=dtype) for each in range(2))
     v = random(count, heads, values, seed=seed + 2, dtype=dtype)
-    decay, beta = -random(count, heads, seed=seed + 3).abs(), random(count, heads, seed=seed + 4).sigmoid()
+    decay = -random(count, heads, *((keys,) if by_key else ()), seed=seed + 3).abs()
+    beta = random(count, heads, seed=seed + 4).sigmoid()
     expected = torch.zeros(count, heads, values, device=DEVICE)
     first = 0
     for length in lens:
@@ -137,7 +145,7 @@ def test_gated_delta_rule(
             for head in range(heads):
                 key, query = (each[token, head * key_heads // heads].float() for each in (k, q))
                 key, query = (each / (each.norm() ** 2 + 1e-6).sqrt() for each in (key, query))
-                memory[head] *= decay[token, head].exp()
+                memory[head] *= decay[token, head].view(-1, 1).exp()
                 memory[head] += torch.outer(key, beta[token, head] * (v[token, head].float() - key @ memory[head]))
                 expected[token, head] = query @ memory[head] / keys**0.5
         first += length
@@ -270,7 +278,10 @@ def test_pieces_learn_what_tokens_do(delta: bool, size: int) -> None:
         assert (serial - pieces).norm() < 1e-2 * serial.norm()
 
 
-@pytest.mark.parametrize("name", ["convolution 2048", "inputs 2048", "delta 128", "space 128", "scan 16"])
+@pytest.mark.parametrize(
+    "name",
+    ["convolution 2048", "inputs 2048", "delta 128", "delta of features 128", "space 128", "scan 16"],
+)
 def test_kernels_compile_for_hopper(name: str, compile_kernels: offline.Compile) -> None:
     assert compile_kernels("compile_pointwise")[name].spilled_bytes == 0
 

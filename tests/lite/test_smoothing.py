@@ -92,7 +92,7 @@ KINDS_OF_LAYERS = {
 }
 """Groups of a model whose layers differ."""
 
-STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj")
 """What decides how long a state is kept."""
 
 BESIDE_LAYERS = {"lm_head", "output", "model.decoder.project_in"}
@@ -115,7 +115,7 @@ def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
     "family",
     [
         *("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"),
-        *("gpt_oss", "llama4", "dbrx", "gemma4_26b", "lara_mini"),
+        *("gpt_oss", "llama4", "dbrx", "gemma4_26b", "kimi_linear", "lara_mini"),
     ],
 )
 def test_experts_and_routers_take_part(family: str, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ UNROTATED = {
         "gpt_neo",
         "granite_4_dense",
         "jamba",
+        "kimi_linear",
     ),
     *("jamba", "mamba", "mamba2", "mpt"),
     "mpt_grouped",
@@ -187,7 +188,7 @@ def folder_of(case: Case) -> Path:
     """Built once per process and removed when it ends."""
     folder = Path(mkdtemp(prefix="asyncllm-"))
     atexit.register(rmtree, folder, ignore_errors=True)
-    if case.family in ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    if case.family in ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
         _take_delta_rule_by_token(case.family)
     return build_checkpoint(case.family, folder, legacy=case.legacy, **case.overrides)
 
@@ -196,7 +197,10 @@ def _take_delta_rule_by_token(family: str) -> None:
     """Of transformers' two forms of the gated delta rule, which differ by up to 4e-4 in these logits: that by chunks
     solves for all of a chunk at once, and rounds more."""
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule  # type: ignore[attr-defined]
+    chunk, recurrent = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    if family == "kimi_linear":
+        chunk, recurrent = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+    setattr(modeling, chunk, getattr(modeling, recurrent))
 
 
 @cache

@@ -149,6 +149,9 @@ def rotations(model: DecoderLM) -> Iterator[Mechanism]:
         for block in model.layers:
             block.attn.rope = 0
 
+    if rope.kind == "proportional" and not rope.rotated_pairs:
+        yield "keys that are turned", turned_by(kind="default")
+        return
     yield "another theta", turned_by(theta=2 * rope.theta)
     attention = model.layers[0].attn
     if hasattr(attention, "qkv"):

@@ -49,6 +49,24 @@ def test_layers_of_gpt_neo_with_a_window_are_those_listed(tmp_path: Path) -> Non
         read(tmp_path, {"attention_layers": ["local"]}, tiny("GPTNeoForCausalLM"))
 
 
+def test_layers_of_kimi_linear(tmp_path: Path) -> None:
+    """Its files count from 1, transformers' list of kinds goes before them, and what is in neither has every fourth."""
+    base = tiny("KimiLinearForCausalLM")
+    own = base["linear_attn_config"]
+
+    def attended(changes: dict[str, Any]) -> Any:
+        return read(tmp_path, changes, base).attention_layers  # type: ignore[attr-defined]
+
+    assert attended({}) == {1, 4}
+    assert attended({"layer_types": ["full_attention", *["linear_attention"] * 4]}) == {0}
+    assert attended({"linear_attn_config": ABSENT}) == {4}
+    for lists in ({"kda_layers": [1, 3]}, {"kda_layers": [1, 3, 4, 5]}, {"kda_layers": [1, 3, "4"]}, {"kda_layers": 3}):
+        with pytest.raises(InvalidCheckpoint, match="do not name each of 5 layers once"):
+            attended({"linear_attn_config": {**own, **lists}})
+    with pytest.raises(UnsupportedModel, match="mla_use_nope = False"):
+        attended({"mla_use_nope": False})
+
+
 def test_stacked_experts_of_a_layer_that_has_none(tmp_path: Path) -> None:
     file = build_checkpoint("mistral4", tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "first_k_dense_replace": 2}))

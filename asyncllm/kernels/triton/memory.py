@@ -39,6 +39,7 @@ def delta_kernel(
     KEY_TILE: tl.constexpr,
     VALUES: tl.constexpr,
     DELTA: tl.constexpr,
+    BY_KEY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -60,7 +61,11 @@ def delta_kernel(
         k = tl.load(k_ptr + at_keys, mask=is_key, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + at_keys, mask=is_key, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at_values, mask=is_value, other=0.0).to(tl.float32)
-        memory *= tl.exp(tl.load(decay_ptr + token * HEADS + head))
+        if BY_KEY:
+            decay = tl.load(decay_ptr + (token * HEADS + head) * KEYS + keys, mask=is_key, other=0.0)
+            memory *= tl.exp(decay)[:, None]
+        else:
+            memory *= tl.exp(tl.load(decay_ptr + token * HEADS + head))
         if DELTA:
             k /= tl.sqrt(tl.sum(k * k, 0) + 1e-6)
             q /= tl.sqrt((tl.sum(q * q, 0) + 1e-6) * KEYS)
@@ -100,11 +105,14 @@ def _recur(
     out = torch.empty_like(v)
     count, heads, values = v.shape
     keys = k.shape[2]
-    if count and plan.num_serial:
+    by_key = log_decay.ndim == 3
+    # Pieces have one decay of each token, which products of matrices are multiplied by.
+    rows = len(plan.sources) if by_key else plan.num_serial
+    if count and rows:
         tile = min(VALUES, triton.next_power_of_2(values))
         launch(
             delta_kernel,
-            (plan.num_serial, heads, -(-values // tile)),
+            (rows, heads, -(-values // tile)),
             (q, k, v, log_decay, beta, state, plan.q_offsets, plan.sources, plan.targets, out),
             HEADS=heads,
             SHARING=heads // k.shape[1],
@@ -113,6 +121,8 @@ def _recur(
             KEY_TILE=triton.next_power_of_2(keys),
             VALUES=tile,
             DELTA=delta,
+            BY_KEY=by_key,
         )
-    recur_by_piece(q, k, v, log_decay, beta, state, plan, out=out, delta=delta)
+    if not by_key:
+        recur_by_piece(q, k, v, log_decay, beta, state, plan, out=out, delta=delta)
     return out
