@@ -38,6 +38,12 @@ PROBE = "[an answer]"
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables that switch thinking in Qwen's and DeepSeek's templates. A template without them never thinks, so False is
 always satisfied."""
+ASSETS = Path(__file__).parents[1] / "assets" / "templates"
+WHOLE = {"deepseek-v3.2": "deepseek-v3.2", "deepseek-v32": "deepseek-v3.2"}
+"""Built-in template that writes tools and reasoning too -> its file in `ASSETS`. With parts of the caller's, the
+composed one of this name applies."""
+ENDS = frozenset({"<｜end▁of▁sentence｜>"})
+"""Special tokens that end the answers of these templates."""
 CHECKPOINT = "hf"
 """LMDeploy's name for the checkpoint's own template."""
 
@@ -192,6 +198,11 @@ class ChatTemplate:
 
     @classmethod
     def _composed(cls, name: str, config: ChatTemplateConfig, parts: dict[str, str]) -> Self:
+        whole = None if parts or name in MODELS.users else WHOLE.get(name)
+        if whole is not None:
+            source = (ASSETS / f"{whole}.jinja").read_text(encoding="utf-8")
+            renderer = _JinjaRenderer(JinjaTemplate(source, {}, f"the built-in {name}"), config.meta_instruction, ENDS)
+            return cls._configured(name, renderer, config, [renderer.end_of_turn or ""])
         overrides: dict[str, Any] = dict(parts)
         for field in ("meta_instruction", "capability", "stop_words"):
             if getattr(config, field) is not None:
