@@ -381,11 +381,19 @@ class _JinjaRenderer:
 
     def __init__(self, template: JinjaTemplate, meta_instruction: str | None, special: frozenset[str]) -> None:
         self._template: JinjaTemplate | PartContents = template
+        self._for_tools = (
+            None if template.for_tools is None else _JinjaRenderer(template.for_tools, meta_instruction, special)
+        )
         self._own_places: Mapping[str, str] = {}
         """The template's placeholder for images among parts, if it is given texts with marks."""
+        self._options = template.options
         self.variables = template.options
         self.source: str | None = template.source
         self.reads_tools = template.reads_tools
+        if self._for_tools is not None:
+            self.variables |= self._for_tools.variables
+            self.source = f"{self.source}\n{self._for_tools.source}"
+            self.reads_tools |= self._for_tools.reads_tools
         self._meta_instruction = meta_instruction
         self._tool_history = ToolHistory(template)
         if not self._writes(PROBE):
@@ -398,6 +406,13 @@ class _JinjaRenderer:
         """The special token that the template writes after an answer. Not every checkpoint lists it as an end token."""
 
     def render(self, messages: list[dict[str, Any]], ending: Ending, variables: Mapping[str, Any]) -> str:
+        if self._for_tools is not None:
+            # Each of the two takes those variables that neither of them knows, and refuses them.
+            with_tools = "tools" in variables
+            other = self._options - self._for_tools.variables if with_tools else self.variables - self._options
+            variables = {name: value for name, value in variables.items() if name not in other}
+            if with_tools:
+                return self._for_tools.render(messages, ending, variables)
         if self._meta_instruction is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
         messages = self._tool_history.fitted(messages)

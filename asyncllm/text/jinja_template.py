@@ -29,6 +29,9 @@ MAX_REASON = 500
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
 """Variables that the caller of `render` may not set, besides the special tokens."""
 
+_FOR_TOOLS = "tool_use"
+"""Name of the template that transformers takes for conversations with tools, if a checkpoint has one."""
+
 
 class _RaisedByTemplate(jinja2.TemplateError):
     """The template called `raise_exception`."""
@@ -52,8 +55,11 @@ class _GenerationBlock(Extension):
 class JinjaTemplate:
     """A compiled template."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
-        """`variables`: bos_token and the like. `where` names the source in messages.
+    def __init__(
+        self, source: str, variables: Mapping[str, str], where: str, for_tools: JinjaTemplate | None = None
+    ) -> None:
+        """`variables`: bos_token and the like. `where` names the source in messages. `for_tools`: the checkpoint's
+        other template, for conversations with tools.
 
         Raises InvalidCheckpoint when the template does not compile.
         """
@@ -73,6 +79,7 @@ class JinjaTemplate:
                 f"ChatTemplateConfig(model_name=...)."
             ) from None
         self.source = source
+        self.for_tools = for_tools
         self.reads_tools = "tools" in undeclared
         """Whether the template reads the tools that may be called."""
         self.options = frozenset(undeclared) - RESERVED - self._variables.keys()
@@ -132,23 +139,34 @@ def checkpoint_template(folder: Path, variables: Mapping[str, str]) -> JinjaTemp
     None if there is none. Raises InvalidCheckpoint for a damaged file.
     """
     file = folder / "chat_template.jinja"
-    try:
-        return JinjaTemplate(file.read_text(encoding="utf-8"), variables, str(file))
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidCheckpoint(f"Cannot read {file} ({error}). Check the file and its permissions.") from None
+    source = _text(file)
+    if source is not None:
+        other = folder / "additional_chat_templates" / f"{_FOR_TOOLS}.jinja"
+        tools = _text(other)
+        for_tools = None if tools is None else JinjaTemplate(tools, variables, str(other))
+        return JinjaTemplate(source, variables, str(file), for_tools)
     for name in ("tokenizer_config.json", "chat_template.json"):
-        source = _source(read_json_object(folder / name).get("chat_template"), folder / name)
+        where = str(folder / name)
+        source, tools = _sources(read_json_object(folder / name).get("chat_template"), where)
         if source is not None:
-            return JinjaTemplate(source, variables, str(folder / name))
+            for_tools = None if tools is None else JinjaTemplate(tools, variables, where)
+            return JinjaTemplate(source, variables, where, for_tools)
     return None
 
 
-def _source(value: object, where: Path) -> str | None:
-    """Return the template in `value`: a text, or the one named "default" of a list."""
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(f"Cannot read {file} ({error}). Check the file and its permissions.") from None
+
+
+def _sources(value: object, where: str) -> tuple[str | None, str | None]:
+    """Return the template in `value`, a text or the one named "default" of a list, and the list's for tools."""
     if value is None or isinstance(value, str):
-        return value or None
+        return value or None, None
     try:
         named = {entry["name"]: entry["template"] for entry in value}  # type: ignore[attr-defined]
     except (TypeError, KeyError):
@@ -159,7 +177,8 @@ def _source(value: object, where: Path) -> str | None:
             f"chat_template in {where} is neither a text nor a list of named templates with one called 'default'. "
             f"Give the template by ChatTemplateConfig(chat_template=...)."
         )
-    return source
+    tools = named.get(_FOR_TOOLS)
+    return source, tools if isinstance(tools, str) else None
 
 
 def _to_json(

@@ -11,6 +11,7 @@ import transformers
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.replies.formats import reply_format
 from asyncllm.text.templates import MODELS
 from tests.text.conversations import JINJA, turns
 
@@ -102,3 +103,38 @@ def test_other_names_are_refused(checkpoint: Callable[..., Path], name: str) -> 
 def test_a_built_in_template_has_no_variables(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedFeature, match="which has no variables"):
         open_builtin(checkpoint, "qwen").render(turns("Hi"), variables={"enable_thinking": True})
+
+
+FOR_TOOLS = (
+    "{{ bos_token }}<tool_call>{{ tools | map(attribute='function') | map(attribute='name') | join(',') }}{{ style }}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("place", ["named", "files"])
+def test_tools_have_a_template_of_their_own_as_in_transformers(checkpoint: Callable[..., Path], place: str) -> None:
+    """Hermes 2 and 3, and Command R have a list; transformers 5 writes files."""
+    named = [{"name": "default", "template": THINKING}, {"name": "tool_use", "template": FOR_TOOLS}]
+    folder = checkpoint(**({"chat_template": named} if place == "named" else {}))
+    if place == "files":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(THINKING)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(FOR_TOOLS)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    template = ChatTemplate.open(folder)
+    assert template.reads_tools
+    assert reply_format(template.source, None).tools is not None
+    call = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    asked: list[Any] = [*turns("Hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked += [{"role": "tool", "content": "warm", "tool_call_id": "123456789"}]
+    for messages in (turns("Hi"), asked):
+        for tools in ({}, {"tools": TOOLS}):
+            variables = {"style": "!", "mode": "?", **tools}
+            expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            assert template.render(messages, variables=variables) == expected
+    for tools in ({}, {"tools": TOOLS}):
+        with pytest.raises(InvalidParameter, match="does not read 'other'"):
+            template.render(turns("Hi"), variables={"other": 1, **tools})
