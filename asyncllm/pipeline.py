@@ -519,6 +519,10 @@ def _show_progress(future: Future[Any], done: queue.SimpleQueue[Response | None]
     # A class of its own, because tqdm's monitor is a thread that outlives the bar.
     progress = type("Progress", (tqdm,), {"monitor_interval": 0})
     future.add_done_callback(lambda _: done.put(None))
-    with progress(total=total, unit="prompt") as bar:
-        while done.get() is not None:
-            bar.update()
+    try:
+        with progress(total=total, unit="prompt") as bar:
+            while done.get() is not None:
+                bar.update()
+    except BaseException:
+        future.cancel()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -292,11 +293,21 @@ class TestLoops:
             assert (first("x").text, second("x").text) == ("a", "b")
 
     def test_no_signal_handlers(self, pipe: FakePipeline) -> None:
-        import signal
-
         before = signal.getsignal(signal.SIGINT)
         pipe("ping")
         assert signal.getsignal(signal.SIGINT) is before
+
+    @pytest.mark.parametrize("options", [{}, {"use_tqdm": True}], ids=str)
+    def test_an_interrupted_call_ends_its_requests(self, options: dict[str, Any]) -> None:
+        with FakePipeline("x" * 500, delay_per_token=0.005) as pipe:
+            here = threading.get_ident()
+            threading.Timer(0.05, lambda: signal.pthread_kill(here, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                pipe(["a", "b"], **options)
+            deadline = time.monotonic() + 5
+            while pipe.stats().running and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert pipe.stats().requests_cancelled == 2
 
     def test_a_callback_that_calls_back_is_refused(self, pipe: FakePipeline) -> None:
         with pytest.raises(EngineError, match="wait for itself"):
