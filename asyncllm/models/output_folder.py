@@ -21,7 +21,17 @@ __all__ = ["MAX_SHARD_BYTES", "check_free", "copy_companions", "output_folder", 
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+COPIED = (
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 
 def check_free(destination: Path, param: str, *, overwrite: bool = False) -> Path:
@@ -75,7 +85,9 @@ def copy_companions(source: Path, folder: Path) -> None:
     for pattern in COPIED:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
     pooling = pooling_folder(source)
     if pooling and (source / pooling / "config.json").is_file():
         (folder / pooling).mkdir(exist_ok=True)

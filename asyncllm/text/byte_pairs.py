@@ -17,7 +17,7 @@ from asyncllm.errors import InvalidCheckpoint
 from asyncllm.text.checkpoint_files import AddedToken
 from asyncllm.text.token_table import byte_level_text
 
-__all__ = ["byte_pair_pipeline"]
+__all__ = ["added_token", "byte_pair_pipeline"]
 
 
 def byte_pair_pipeline(
@@ -52,7 +52,7 @@ def byte_pair_pipeline(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([_added(token) for _, token in sorted(named.items())])
+    tokenizer.add_tokens([added_token(token) for _, token in sorted(named.items())])
     if len(vocabulary) < first + len(ranks) or any(
         tokenizer.token_to_id(each.content) != id_ for id_, each in named.items()
     ):
@@ -68,7 +68,8 @@ def byte_pair_pipeline(
     return tokenizer
 
 
-def _added(token: AddedToken) -> HubAddedToken:
+def added_token(token: AddedToken) -> HubAddedToken:
+    """Return the library's form of a token."""
     return HubAddedToken(
         token.content,
         special=token.special,

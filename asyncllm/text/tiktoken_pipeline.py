@@ -14,7 +14,7 @@ from asyncllm.text.byte_pairs import byte_pair_pipeline
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
 from asyncllm.text.tiktoken_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
 
-__all__ = ["tiktoken_pipeline"]
+__all__ = ["tiktoken_pipeline", "words_of"]
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,7 +22,8 @@ _UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds i
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 
-def _words(digits: str) -> str:
+def words_of(digits: str) -> str:
+    """Return the pattern of a word, of Qwen's and most others' tokenizers, given that of a number."""
     return rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|{digits}|{_AFTER_WORDS}"
 
 
@@ -44,9 +45,9 @@ class _Kind(NamedTuple):
 _EXTRAS = tuple(f"<|extra_{index}|>" for index in range(205))
 
 _KINDS: Mapping[str, _Kind] = {
-    QWEN: _Kind(_words(r"\p{N}"), special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRAS), composed=True),
+    QWEN: _Kind(words_of(r"\p{N}"), special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRAS), composed=True),
     HUNYUAN: _Kind(
-        _words(r"\p{N}"),
+        words_of(r"\p{N}"),
         special=("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRAS),
         prefix=("<|startoftext|>",),
         composed=True,
@@ -56,7 +57,7 @@ _KINDS: Mapping[str, _Kind] = {
         rf"|\p{{N}}{{1,3}}|{_AFTER_WORDS}",
         reserved=256,
     ),
-    GLM: _Kind(_words(r"\p{N}{1,3}"), prefix=("[gMASK]", "<sop>")),
+    GLM: _Kind(words_of(r"\p{N}{1,3}"), prefix=("[gMASK]", "<sop>")),
 }
 """Name of the file -> kind."""
 

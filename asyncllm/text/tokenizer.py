@@ -65,7 +65,7 @@ class Tokenizer:
 
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
-        """Read tokenizer.json if there is one, else a tiktoken file or tokenizer.model, and the JSON files beside it.
+        """Read tokenizer.json if there is one, else another tokenizer file, and the JSON files beside it.
 
         Raises ModelNotFound if there is no such folder, and InvalidCheckpoint if the tokenizer is missing or damaged.
         """
@@ -203,7 +203,12 @@ def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
         from asyncllm.text.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel(path / "tokenizer.model", settings)
+    if (path / "vocab.json").exists():
+        from asyncllm.text.merges_file import merges_pipeline
+        from asyncllm.text.tokenizer_json import TokenizerJson
+
+        return TokenizerJson(merges_pipeline(path, settings), path / "vocab.json", settings)
     raise InvalidCheckpoint(
-        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model, tekken.json or a rank file is there. "
-        f"Copy the one that came with the model into the folder."
+        f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model, tekken.json, vocab.json with merges.txt "
+        f"or a rank file is there. Copy the one that came with the model into the folder."
     )

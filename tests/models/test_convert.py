@@ -85,6 +85,8 @@ def assert_same(read: dict[str, Tensor], state: dict[str, Tensor]) -> None:
 def test_one_file(tmp_path: Path) -> None:
     state = llama().state_dict()
     source = bin_folder(tmp_path / "model", state)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", "LICENSE", "README.md"):
         (source / name).write_text(name)
     pooling = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
@@ -104,7 +106,8 @@ def test_one_file(tmp_path: Path) -> None:
     assert report.dropped == ()
     assert_same(read(report.destination), state)
     copied = {"tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", "LICENSE", "README.md"}
-    copied |= {"modules.json", "1_Pooling"}
+    copied |= {"modules.json", "1_Pooling", "additional_chat_templates"}
+    assert (report.destination / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
     assert {path.name for path in report.destination.iterdir()} == {"config.json", "model.safetensors", *copied}
     assert (report.destination / "1_Pooling" / "config.json").read_text() == "1_Pooling"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model-safetensors"]
