@@ -6,10 +6,11 @@ The part that all chunks of an answer share is encoded once, so that a token cos
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from asyncllm.server.http.responses import encode
@@ -30,6 +31,7 @@ from asyncllm.types import Chunk, Logprobs, Response
 __all__ = [
     "AnswerIdentity",
     "Tail",
+    "TextPosition",
     "UsageCount",
     "arguments_of",
     "chat_logprobs",
@@ -188,24 +190,40 @@ def chat_logprobs(
     return ChoiceLogprobs(content=content)
 
 
+class TextPosition:
+    """The position of the next token in a choice's text, in characters. All parts of a character have its position."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._position = 0
+
+    def pass_over(self, token_ids: Sequence[int], hidden: Container[int] = ()) -> list[int]:
+        """Return the position of each token, and move behind them. `hidden`: tokens that the text leaves out."""
+        positions = []
+        for token in token_ids:
+            positions.append(self._position)
+            if token not in hidden:
+                self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return positions
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     logprobs: Sequence[dict[int, float] | None],
     count: int,
-    offset: int,
+    positions: list[int],
     *,
     as_ids: bool | None = None,
 ) -> CompletionLogprobs:
-    """Return the tokens, each with the `count` most likely ones and itself. `offset`: characters before the first
-    token. `as_ids`: see `spelled_as`."""
+    """Return the tokens, each with the `count` most likely ones and itself. `positions`: of the tokens in the text.
+    `as_ids`: see `spelled_as`."""
     spelled = spelled_as(tokenizer, as_ids=as_ids)
-    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=positions)
     for token, entry in zip(token_ids, logprobs, strict=True):
         text = spelled(token)
         result.tokens.append(text)
-        result.text_offset.append(offset)
-        offset += len(tokenizer.token_text(token))
         if entry is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)

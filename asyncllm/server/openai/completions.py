@@ -11,7 +11,14 @@ from aiohttp import web
 from asyncllm.engine.requests.generation import Generation
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
-from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, completion_logprobs, prompt_logprobs_of
+from asyncllm.server.openai.answers import (
+    AnswerIdentity,
+    Tail,
+    TextPosition,
+    UsageCount,
+    completion_logprobs,
+    prompt_logprobs_of,
+)
 from asyncllm.server.openai.inputs import kept_tokens, prompts_of, truncated
 from asyncllm.server.openai.requests import CompletionRequest
 from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprob
@@ -93,14 +100,16 @@ class _Pieces:
         self.generates = (body.max_completion_tokens or body.max_tokens) != 0
         """False if the answer only echoes the prompt."""
         self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._hidden = frozenset() if body.skip_special_tokens is False else tokenizer.special_token_ids
         self._echoes = [
             prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
             for prompt in (prompts if body.echo else ())
         ]
         self._prompt_logprobs: dict[int, list[dict[int, float] | None]] = {}
         """Log-probabilities of each prompt, which the engine sends with the first choice."""
-        self._offsets: dict[tuple[int, int], int] = {}
-        """(prompt, choice) that has begun -> characters of its text so far."""
+        self._positions: dict[tuple[int, int], TextPosition] = {}
+        """(prompt, choice) that has begun -> the end of its text so far."""
 
     def take(self, prompt: int, piece: Chunk | Response, choice: int) -> tuple[str, CompletionLogprobs | None]:
         """Return the text and log-probabilities of the next piece of a choice."""
@@ -109,16 +118,26 @@ class _Pieces:
         text = piece.text if self.generates else ""
         ids = piece.token_ids if self.generates else []
         entries: list[dict[int, float] | None] = list(piece.logprobs or ()) if self.generates else []
-        offset = self._offsets.get((prompt, choice), 0)
-        if (prompt, choice) not in self._offsets and self._echoes:
+        first = not self.begun(prompt, choice)
+        position = self._positions.setdefault((prompt, choice), TextPosition(self._tokenizer))
+        echoed = self.prompt_token_ids[prompt] if first and self._echoes else []
+        if first and self._echoes:
             text = self._echoes[prompt] + text
-            ids = [*self.prompt_token_ids[prompt], *ids]
             entries = [*self._prompt_logprobs.get(prompt, ()), *entries]
-        self._offsets[prompt, choice] = offset + len(text)
         if self.body.logprobs is None:
             return text, None
+        # A text prompt lacks the tokens that the tokenizer puts before it.
+        added = self._tokenizer.model.prefix if isinstance(self._prompts[prompt], str) else ()
+        before = echoed[: len(added)] if tuple(echoed[: len(added)]) == tuple(added) else []
+        positions = [
+            *position.pass_over(before, before),
+            *position.pass_over(echoed[len(before) :]),
+            *position.pass_over(ids, self._hidden),
+        ]
         as_ids = self.body.return_tokens_as_token_ids
-        return text, completion_logprobs(self._tokenizer, ids, entries, self.body.logprobs, offset, as_ids=as_ids)
+        return text, completion_logprobs(
+            self._tokenizer, [*echoed, *ids], entries, self.body.logprobs, positions, as_ids=as_ids
+        )
 
     def prompt_logprobs(self, piece: Chunk | Response) -> list[dict[int, PromptLogprob] | None] | None:
         """Return the prompt's log-probabilities if they were requested and the piece has them."""
@@ -134,7 +153,7 @@ class _Pieces:
 
     def begun(self, prompt: int, choice: int | None) -> bool:
         """Return whether a piece of the choice has been taken."""
-        return (prompt, choice) in self._offsets
+        return (prompt, choice) in self._positions
 
 
 def _whole(

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from asyncllm import EngineConfig
+from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -211,6 +211,31 @@ async def test_tokens_as_their_ids_and_a_prompts_log_probabilities() -> None:
     assert [each["rank"] for entry in unknown["choices"][0]["prompt_logprobs"][1:] for each in entry.values()] == [
         None
     ] * 3
+
+
+async def test_offsets_are_positions_in_the_text() -> None:
+    """Streamed too, though a stop word may hold characters back; the parts of a character have its position."""
+    body: dict[str, Any] = {"prompt": "ping", "logprobs": 0, "max_tokens": 20, "stop": ["nögx"]}
+    async with serving(FakeEngine({"ping": "pönög"})) as served, served.openai() as client:
+        _, whole = await served.post("/v1/completions", body)
+        stream = await client.completions.create(model="fake", stream=True, **body)
+        pieces = [event.choices[0].logprobs async for event in stream]
+    expected = [0, 1, 1, 2, 3, 3, 4]
+    assert whole["choices"][0]["logprobs"]["text_offset"][:7] == expected
+    assert [each for piece in pieces if piece for each in piece.text_offset or ()][:7] == expected
+
+
+@pytest.mark.one_loop
+async def test_tokens_that_the_text_leaves_out_have_no_width() -> None:
+    async with serving(AsyncEngine("tiny-chat", EngineConfig(device_type="cpu", num_gpu_blocks=50))) as served:
+        body = {"prompt": "What is 17 + 25?", "echo": True, "logprobs": 0, "max_tokens": 12, "ignore_eos": True}
+        for skips in (True, False):
+            _, answer = await served.post("/v1/completions", {**body, "skip_special_tokens": skips})
+            text, logprobs = answer["choices"][0]["text"], answer["choices"][0]["logprobs"]
+            marks = [token for token in logprobs["tokens"][1:] if token.startswith("<|")]
+            assert marks
+            for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
+                assert text.startswith(token, offset) or (skips and token in marks)
 
 
 async def test_prompts_are_cut_where_that_is_asked_for() -> None:
