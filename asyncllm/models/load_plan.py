@@ -322,7 +322,9 @@ def plan_update(
     if refused:
         raise InvalidParameter(
             f"{len(refused)} of {len(tensors)} tensors do not fit, so no weight was changed. "
-            f"{' '.join(refused[:_MAX_REFUSED])}{' ...' if len(refused) > _MAX_REFUSED else ''}",
+            f"{' '.join(refused[:_MAX_REFUSED])}{' ...' if len(refused) > _MAX_REFUSED else ''} Names and shapes have "
+            f"to be those of the checkpoint's files, to which transformers' revert_weight_conversion brings a "
+            f"state_dict() back.",
             "weights",
         )
     _check_tied(plan, tensors, table)

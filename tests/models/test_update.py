@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.load_plan import plan_update
 from asyncllm.models.registry import open_model
 from tests.checkpoints import build_checkpoint
-from tests.models.parity import FAMILIES
+from tests.models.parity import FAMILIES, Case, folder_of, hub_model
 
 
 def open_cpu(folder: Path) -> DecoderLM:
@@ -47,6 +48,21 @@ def test_every_kind_of_weight_becomes_that_of_the_other_checkpoint(family: str, 
     after = parameters(model)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral", "nemotron_h", "kimi_linear"])
+def test_weights_of_a_model_of_transformers_have_the_names_of_files_again(family: str) -> None:
+    """As docs/library.md says; other names are refused with the function that undoes them."""
+    case = Case(family, "default")
+    model, trainer = open_cpu(folder_of(case)), hub_model(case)
+    before = parameters(model)
+    joined = {name: 2 * tensor for name, tensor in trainer.state_dict().items()}
+    if family != "llama":
+        with pytest.raises(InvalidParameter, match="revert_weight_conversion"):
+            update(model, joined)
+    update(model, revert_weight_conversion(trainer, joined), whole=True)
+    after = parameters(model)
+    assert not any(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.fixture(scope="module")
