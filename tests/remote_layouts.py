@@ -328,6 +328,22 @@ LAYOUTS: dict[str, Layout] = {
         words=_BAILING_WORDS,
         rename=_bailing,
     ),
+    "sarvam_moe": Layout(
+        "sarvam_moe",
+        "sarvam_moe",
+        "glm4_moe",
+        "SarvamMoEForCausalLM",
+        words=_BAILING_WORDS,
+        native={"partial_rotary_factor": 1.0},
+        rename=_bailing,
+    ),
+    "sarvam_mla": Layout(
+        "sarvam_mla",
+        "sarvam_mla",
+        "deepseek_v3",
+        "SarvamMLAForCausalLM",
+        words={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    ),
     "bailing_first": Layout(
         "bailing",
         "bailing_moe",

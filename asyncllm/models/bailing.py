@@ -14,7 +14,7 @@ from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, g
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
-__all__ = ["Bailing"]
+__all__ = ["Bailing", "BailingConfig"]
 
 _ATTENTION = "model.layers.{i}.attention"
 
@@ -78,7 +78,7 @@ class Bailing(DecoderLM):
         hf.expect("use_rmsnorm", True)
         hf.expect("use_sliding_window", False)
         hf.expect("norm_softmax", False)
-        second = architecture.startswith("BailingMoeV2")
+        second = architecture != "BailingMoeForCausalLM"
         hf.expect("score_function", "sigmoid" if second else "softmax")
         size = hf.integer("moe_intermediate_size")
         hf.expect("moe_shared_expert_intermediate_size", size)
