@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import lara_layers
+from tests import bailing_files, lara_layers
 from tests.layout import Fields, Layout, Tensors, fused, renamed, under_language_model, unfused_experts
 from tests.shrunk_layers import shrink_layers
 
@@ -173,29 +173,6 @@ def _of_groups(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
     return changed
 
 
-_BAILING_WORDS = {
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "use_qkv_bias": "attention_bias",
-}
-_BAILING = {
-    "model.embed_tokens": "model.word_embeddings",
-    "self_attn.o_proj": "attention.dense",
-    "self_attn.q_norm": "attention.query_layernorm",
-    "self_attn.k_norm": "attention.key_layernorm",
-    "e_score_correction_bias": "expert_bias",
-}
-
-
-def _bailing(tensors: Tensors, fields: Fields) -> Tensors:
-    return renamed(_BAILING)(unfused_experts(fused(tensors, "attention.query_key_value"), fields), fields)
-
-
-def _unit_columns(tensors: Tensors) -> Tensors:
-    """Ling's head, which its code scales in the first step."""
-    return {**tensors, "lm_head.weight": nn.functional.normalize(tensors["lm_head.weight"], dim=0)}
-
-
 LAYOUTS: dict[str, Layout] = {
     "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
     "iquest_coder": Layout("llama", "iquestcoder", "llama", "IQuestCoderForCausalLM", dropped=_BIAS_OF_LLAMA),
@@ -325,17 +302,17 @@ LAYOUTS: dict[str, Layout] = {
         "bailing_moe",
         "glm4_moe",
         "BailingMoeV2ForCausalLM",
-        words=_BAILING_WORDS,
-        rename=_bailing,
+        words=bailing_files.WORDS,
+        rename=bailing_files.rename,
     ),
     "sarvam_moe": Layout(
         "sarvam_moe",
         "sarvam_moe",
         "glm4_moe",
         "SarvamMoEForCausalLM",
-        words=_BAILING_WORDS,
+        words=bailing_files.WORDS,
         native={"partial_rotary_factor": 1.0},
-        rename=_bailing,
+        rename=bailing_files.rename,
     ),
     "sarvam_mla": Layout(
         "sarvam_mla",
@@ -354,11 +331,11 @@ LAYOUTS: dict[str, Layout] = {
             *("partial_rotary_factor", "use_qk_norm", "n_group", "topk_group", "first_k_dense_replace"),
             *("routed_scaling_factor", "use_qkv_bias", "moe_router_enable_expert_bias"),
         ),
-        words=_BAILING_WORDS,
+        words=bailing_files.WORDS,
         native={"first_k_dense_replace": 0},
         patch=_deepseek_experts,
-        rename=_bailing,
-        oracle=_unit_columns,
+        rename=bailing_files.rename,
+        oracle=bailing_files.unit_columns,
     ),
     "gemma3n_towers": Layout(
         "gemma3n",

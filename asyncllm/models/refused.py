@@ -14,6 +14,7 @@ _LIGHTNING = "its linear attention with fixed decay is not implemented"
 _STREAMS = "parallel residual streams are not implemented"
 _DRAFTER = Refused("drafters of Gemma 4", "it only drafts tokens for another model", "Gemma4ForCausalLM")
 _ENCODER = Refused("encoders", "its tokens also attend to later ones", "Qwen3ForCausalLM")
+_HEARS = Refused("models of sounds", "audio is not supported", "Qwen2_5OmniForConditionalGeneration")
 _ENCODED = Refused("encoder-decoders", "it attends to an encoder's output", "LlamaForCausalLM")
 
 _ENCODERS = (
@@ -49,8 +50,16 @@ _BEHIND_ENCODERS = (
     "BartForCausalLM",
     "BartForConditionalGeneration",
     "BigBirdPegasusForCausalLM",
+    "BigBirdPegasusForConditionalGeneration",
     "BlenderbotForCausalLM",
+    "BlenderbotForConditionalGeneration",
     "BlenderbotSmallForCausalLM",
+    "BlenderbotSmallForConditionalGeneration",
+    "EncoderDecoderModel",
+    "FSMTForConditionalGeneration",
+    "LEDForConditionalGeneration",
+    "LongT5ForConditionalGeneration",
+    "M2M100ForConditionalGeneration",
     "MBartForCausalLM",
     "MBartForConditionalGeneration",
     "MT5ForConditionalGeneration",
@@ -61,19 +70,56 @@ _BEHIND_ENCODERS = (
     "MusicgenForCausalLM",
     "MusicgenMelodyForCausalLM",
     "MvpForCausalLM",
+    "MvpForConditionalGeneration",
+    "NllbMoeForConditionalGeneration",
     "PLBartForCausalLM",
+    "PLBartForConditionalGeneration",
     "PegasusForCausalLM",
+    "PegasusForConditionalGeneration",
+    "PegasusXForConditionalGeneration",
     "ProphetNetForCausalLM",
+    "ProphetNetForConditionalGeneration",
+    "SeamlessM4TForTextToText",
+    "SeamlessM4Tv2ForTextToText",
+    "SwitchTransformersForConditionalGeneration",
     "T5ForConditionalGeneration",
+    "T5GemmaForConditionalGeneration",
     "TrOCRForCausalLM",
+    "UMT5ForConditionalGeneration",
     "WhisperForCausalLM",
     "WhisperForConditionalGeneration",
 )
+_OF_SOUNDS = (
+    "AudioFlamingo3ForConditionalGeneration",
+    "CanaryForConditionalGeneration",
+    "CohereAsrForConditionalGeneration",
+    "DiaForConditionalGeneration",
+    "FunAsrNanoForConditionalGeneration",
+    "GlmAsrForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
+    "KyutaiSpeechToTextForConditionalGeneration",
+    "MoonshineForConditionalGeneration",
+    "MoonshineStreamingForConditionalGeneration",
+    "MusicFlamingoForConditionalGeneration",
+    "Nemotron3_5TranscribeForConditionalGeneration",
+    "OmniASRForConditionalGeneration",
+    "Pop2PianoForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+    "SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2ForSpeechToText",
+    "Speech2TextForConditionalGeneration",
+    "SpeechEncoderDecoderModel",
+    "SpeechT5ForSpeechToText",
+    "UltravoxModel",
+    "VibeVoiceAsrForConditionalGeneration",
+    "VibeVoiceForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
+    "VoxtralRealtimeForConditionalGeneration",
+)
 
 REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
-    "Apertus1p5TextForCausalLM": Refused(
-        "Apertus 1.5, text", "fewer logits than there are tokens are not implemented", "ApertusForCausalLM"
-    ),
     "ArcticForCausalLM": Refused("Snowflake Arctic", NO_REFERENCE, "MixtralForCausalLM"),
     "AriaTextForCausalLM": Refused(
         "Aria, text", "the tensor names of its experts are not supported", "MixtralForCausalLM"
@@ -178,9 +224,31 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "ZayaForCausalLM": Refused(
         "ZAYA1 8B", "attention over compressed, convolved keys is not implemented", "Qwen3MoeForCausalLM"
     ),
+    "YuanForCausalLM": Refused("Yuan 2", "its filters in front of attention are not implemented", "LlamaForCausalLM"),
+    "TeleChatForCausalLM": Refused("TeleChat 7B, 12B", "its tensor names are not supported", "LlamaForCausalLM"),
+    "TeleChat3ForCausalLM": Refused("TeleChat3 36B", NO_REFERENCE, "LlamaForCausalLM"),
+    "Step3p5ForCausalLM": Refused(
+        "Step 3.5 Flash", "limits of SwiGLU behind its activation are not implemented", "LagunaForCausalLM"
+    ),
+    "SkyworkForCausalLM": Refused("Skywork 13B", NO_REFERENCE, "LlamaForCausalLM"),
+    "Phi4FlashForCausalLM": Refused(
+        "Phi-4-mini-flash", "layers that share the state of another are not implemented", "Phi3ForCausalLM"
+    ),
+    "PanguProMoEV2ForCausalLM": Refused("openPangu Pro 2", NO_REFERENCE, "DeepseekV3ForCausalLM"),
+    "OpenELMForCausalLM": Refused("OpenELM", "layers of several widths are not implemented", "Qwen3ForCausalLM"),
+    "NemotronHPuzzleForCausalLM": Refused("Nemotron-H by Puzzle", NO_REFERENCE, "NemotronHForCausalLM"),
+    "MotifForCausalLM": Refused("Motif 2.6B", "differential attention is not implemented", "LlamaForCausalLM"),
+    "MossForCausalLM": Refused("MOSS 16B", NO_REFERENCE, "CodeGenForCausalLM"),
+    "DiffusionGemmaForBlockDiffusion": Refused("Diffusion Gemma", _DIFFUSION, "Gemma4ForCausalLM"),
+    "CodeShellForCausalLM": Refused("CodeShell 7B", NO_REFERENCE, "GPTBigCodeForCausalLM"),
+    "BailingMoeV2_5ForCausalLM": Refused("Ling and Ring 2.5, as vLLM names them", _LIGHTNING, "Qwen3NextForCausalLM"),
+    "Apertus1p5TextForCausalLM": Refused(
+        "Apertus 1.5, text", "fewer logits than there are tokens are not implemented", "ApertusForCausalLM"
+    ),
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _DRAFTER),
     **dict.fromkeys(_ENCODERS, _ENCODER),
     **dict.fromkeys(_BEHIND_ENCODERS, _ENCODED),
+    **dict.fromkeys(_OF_SOUNDS, _HEARS),
 }
 """Architecture -> its description, for text models and for vision models of which only the decoder is missing."""
 

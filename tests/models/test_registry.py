@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.refused import REFUSED_TEXT_MODELS
+from asyncllm.models.refused import REFUSED_MODELS, REFUSED_TEXT_MODELS
 from asyncllm.models.registry import families, open_model, read_config, register
 from asyncllm.models.vision_language import VISION_MODELS
 from tests.checkpoints import build_checkpoint
@@ -51,12 +51,13 @@ def test_refused_decoders_are_told_what_is_near(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
-def test_no_causal_model_of_transformers_is_unknown() -> None:
+@pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"])
+def test_no_model_of_transformers_that_writes_is_unknown(kind: str) -> None:
     """Each has a family, or is refused with a reason."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    known = {*families(), *VISION_MODELS, *REFUSED_TEXT_MODELS}
-    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - known == set()
+    known = {*families(), *VISION_MODELS, *REFUSED_MODELS}
+    assert set(getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values()) - known == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
