@@ -133,6 +133,10 @@ class Tokenizer:
 
         Raises InvalidParameter unless `ids` are non-negative ints.
         """
+        if not isinstance(ids, Sequence):
+            raise InvalidParameter(
+                f"ids must be a list of token ids, not {type(ids).__name__}. Pass ids.tolist() of a tensor.", "ids"
+            )
         ids = ids[offset:] if offset else ids
         for id_ in ids:
             if not isinstance(id_, int) or id_ < 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -372,7 +373,7 @@ def test_bad_input_is_refused(tokenizer_of: Callable[[str], Tokenizer], name: st
         tokenizer.encode("a\ud800b")
     with pytest.raises(InvalidMessage, match="NoneType"):
         tokenizer.encode(None)  # type: ignore[arg-type]
-    for ids in ([-1], [1.5], ["a"]):
+    for ids in ([-1], [1.5], ["a"], None, torch.tensor([1])):
         with pytest.raises(InvalidParameter, match="token id"):
             tokenizer.decode(ids)  # type: ignore[arg-type]
 
