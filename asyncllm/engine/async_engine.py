@@ -240,12 +240,12 @@ class AsyncEngine:
         return [self._own(session, "sessions") for session in several]
 
     async def stop_session(self, session_id: int) -> None:
-        """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far. Raises
-        EngineError."""
+        """End the running answers of this id with finish_reason 'abort'. The session keeps the text so far.
+
+        An answer that waits for its tokens, grammar or adapter ends once it has them. Raises EngineError.
+        """
         loop = self.running()
-        conversation = self._lifecycle.sessions.get(session_id)
-        if conversation is not None:
-            conversation.stop()
+        self._lifecycle.sessions.stop(session_id)
         running = [request for request in loop.requests if request.session_id == session_id]
         for request in running:
             loop.abandon(request)

@@ -275,6 +275,34 @@ class TestStopping:
             response = await task
             assert (response.finish_reason, response.text) == ("abort", "")
 
+    @pytest.mark.parametrize("kept", [True, False])
+    async def test_stop_of_an_answer_that_waits_for_its_adapter(self, kept: bool) -> None:
+        config = EngineConfig(adapters={"a": "p", "b": "q"}, max_loras=2)
+        async with FakeEngine("x" * 50, config, num_host_adapters=1) as engine:
+            engine.executor.pause()
+            running = engine.generate("one", adapter_name="a")
+            await running.start()
+            stopped = asyncio.create_task(
+                engine.generate("two", adapter_name="b", session_id=7, sequence_end=not kept).response()
+            )
+            other = asyncio.create_task(engine.generate("two", adapter_name="b", session_id=8).response())
+            await asyncio.sleep(0.01)
+            await engine.stop_session(7)
+            engine.executor.resume()
+            assert (await running).text == (await other).text == "x" * 50
+            response = await stopped
+            assert (response.finish_reason, response.text) == ("abort", "")
+            assert engine.stats().sessions == kept
+
+    async def test_stop_of_an_answer_that_is_still_being_encoded(self) -> None:
+        async with FakeEngine("y" * 50, max_position=100_000, num_blocks=100_000) as engine:
+            task = asyncio.create_task(engine.generate("x" * 10_000, session_id=7).response())
+            await asyncio.sleep(0)
+            assert not engine.running().requests
+            await engine.stop_session(7)
+            response = await task
+            assert (response.finish_reason, response.text) == ("abort", "")
+
     async def test_end_session_during_a_turn(self) -> None:
         async with FakeEngine("a" * 100) as engine:
             session = engine.session()

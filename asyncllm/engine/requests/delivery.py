@@ -30,6 +30,7 @@ class Delivery:
         "ended",
         "listener",
         "on_end",
+        "stop_asked",
         "streaming",
         "taker",
     )
@@ -44,6 +45,8 @@ class Delivery:
         raise."""
         self.abandoned = False
         """Whether the reader has left. Written by the reader."""
+        self.stop_asked = False
+        """Whether to end the answer as soon as its request is queued. Written by the sessions."""
         self.on_end: Callable[[], None] | None = None
         """Called at the end, before the reader learns of it. Written by the session that the answer belongs to."""
         self._chunks: list[Chunk] = []

@@ -63,15 +63,18 @@ class Generation(Coroutine[Any, Any, Response]):
         request: Request | None = None
         try:
             self._loop = self._engine.running()
-            request = await self._prepared()
-            async with self._loop.holding_adapter(request):
-                if self._delivery.abandoned:
-                    # Closed by another task while the prompt was being encoded.
-                    self._delivery.end()
-                    request.let_go()
-                    return
-                request.times.arrived = arrived
-                self._loop.open(request)
+            with self._engine.sessions.preparing(self._delivery, self._call.session_id):
+                request = await self._prepared()
+                async with self._loop.holding_adapter(request):
+                    if self._delivery.abandoned:
+                        # Closed by another task while the prompt was being encoded.
+                        self._delivery.end()
+                        request.let_go()
+                        return
+                    request.times.arrived = arrived
+                    self._loop.open(request)
+            if self._delivery.stop_asked:
+                self._loop.abandon(request)
         except BaseException as error:
             self._delivery.abandoned = True
             self._delivery.end(unraised(error, cause=False) if isinstance(error, Exception) else None)

@@ -6,6 +6,9 @@ cached, the next turn is cheap; after eviction it only takes longer. A fork shar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
@@ -46,8 +49,6 @@ class Conversation:
         """The running turn's prompt."""
         self._closes = False
         """Whether the conversation ends with the running turn."""
-        self._stop_asked = False
-        """Whether to end the running turn as soon as its request exists."""
 
     @property
     def busy(self) -> bool:
@@ -82,7 +83,6 @@ class Conversation:
         self._delivery = delivery
         delivery.on_end = self._end_turn
         self._request = None
-        self._stop_asked = False
 
     def run_turn(self, request: Request, past: History, turn_input: TurnInput, *, closes: bool) -> None:
         """Set the turn's request. When it ends, its prompt and answer follow `past` in the history.
@@ -91,8 +91,6 @@ class Conversation:
         """
         self._request, self._goes_on_from, self._closes = request, past, closes
         self._turn_input = turn_input
-        if self._stop_asked:
-            self._table.stop_request(request)
 
     def _end_turn(self) -> None:
         """Add the prompt and the generated tokens to the history, however the turn ended, unless its request was never
@@ -143,8 +141,8 @@ class Conversation:
 
     def stop(self) -> None:
         """Stop the running turn, if any. The text generated so far stays in the history."""
-        if self.busy:
-            self._stop_asked = True
+        if self._delivery is not None and not self._delivery.ended:
+            self._delivery.stop_asked = True
             if self._request is not None:
                 self._table.stop_request(self._request)
 
@@ -164,6 +162,8 @@ class SessionTable:
         self.tokenizer = tokenizer
         self._loop = loop
         self._open: dict[int, Conversation] = {}
+        self._preparing: dict[Delivery, int] = {}
+        """Answers whose requests are not queued yet -> the session_id of their calls."""
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -184,10 +184,6 @@ class SessionTable:
         )
         self._open[session_id] = conversation
         return conversation
-
-    def get(self, session_id: int) -> Conversation | None:
-        """Return the open conversation of this id, or None."""
-        return self._open.get(session_id)
 
     def find(self, session_id: int) -> Conversation:
         """Return the open conversation of this id. Raises SessionNotFound."""
@@ -220,6 +216,25 @@ class SessionTable:
         """Drop a conversation that has closed."""
         if self._open.get(conversation.id) is conversation:
             del self._open[conversation.id]
+
+    @contextmanager
+    def preparing(self, delivery: Delivery, session_id: int | None) -> Iterator[None]:
+        """Let `stop` find an answer during the block, which queues its request."""
+        if session_id is not None:
+            self._preparing[delivery] = session_id
+        try:
+            yield
+        finally:
+            self._preparing.pop(delivery, None)
+
+    def stop(self, session_id: int) -> None:
+        """Stop the answers of this id that are turns of a conversation, or not queued yet."""
+        for delivery, label in self._preparing.items():
+            if label == session_id:
+                delivery.stop_asked = True
+        conversation = self._open.get(session_id)
+        if conversation is not None:
+            conversation.stop()
 
     def stop_request(self, request: Request) -> None:
         """End the request of a conversation's turn, at the engine loop's next turn."""
