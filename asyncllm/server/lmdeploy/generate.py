@@ -17,6 +17,7 @@ from asyncllm.server.request.arguments import generate_config, image_options, la
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import images_of
 from asyncllm.server.service import service_of
+from asyncllm.server.sglang.generate import generate_sglang, is_sglang
 from asyncllm.server.sse import event, stream
 from asyncllm.types import Chunk, Response
 
@@ -24,13 +25,17 @@ __all__ = ["generate"]
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Continue a prompt without a chat template. The answer has token ids and their log-probabilities."""
+    """Continue a prompt without a chat template. The answer has token ids and their log-probabilities. With `text` or
+    `sampling_params`, body and answer have SGLang's form: several prompts or `n` have a list of answers, and an event
+    of a stream has the whole text so far."""
     service = service_of(request)
     body = await read_request(request, GenerateRequest)
+    if is_sglang(body):
+        return await generate_sglang(request, body)
     if (body.prompt is None) == (body.input_ids is None):
         raise ApiError(400, "Send either prompt or input_ids.", code="invalid_value", param="prompt")
     options: RequestKeywords = {**request_options(request, body), **image_options(body)}
-    prompt, ids = await _asked(request, body), body.input_ids
+    prompt, ids = await _asked(request, body), [each for each in body.input_ids or () if isinstance(each, int)]
     if body.add_special_tokens is False and isinstance(prompt, str):
         encoded: Any = await service.engine.encode([prompt], do_preprocess=False, add_bos=False, bounded=True)
         prompt, ids = None, encoded[0]
@@ -38,7 +43,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         prompt,
         generate_config(body, service.defaults),
         do_preprocess=False,
-        input_ids=ids,
+        input_ids=ids or None,
         session_id=label_of(request, body.session_id),
         stream_response=body.stream,
         adapter_name=service.adapter_of(body.model),

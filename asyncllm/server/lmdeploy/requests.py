@@ -7,23 +7,26 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncllm.config import MAX_COUNT, Tools
+from asyncllm.config import MAX_COUNT, MAX_LOGPROBS, Tools
 from asyncllm.server.request.fields import (
     MAX_MESSAGES,
     Body,
     ImageOptions,
     ImageUrls,
+    Label,
     NewTokens,
     PolicyFields,
     SamplingFields,
     Variables,
 )
+from asyncllm.server.sglang.requests import SamplingParams
 
 __all__ = [
     "DetokenizeRequest",
     "EncodeRequest",
     "GenerateRequest",
     "InteractiveRequest",
+    "LMDeployFields",
     "PerplexityRequest",
     "TokenizeRequest",
 ]
@@ -40,7 +43,7 @@ class GenerateRequest(LMDeployFields, kw_only=True):
     """The body of POST /generate. Sampling parameters have the same defaults as on /v1/completions."""
 
     prompt: str | None = None
-    input_ids: Annotated[list[int], Meta(min_length=1)] | None = None
+    input_ids: Annotated[list[int | list[int]], Meta(min_length=1)] | None = None
     """In place of `prompt`."""
     image_data: ImageUrls = None
     """URLs of the images for a text prompt. They go before the text unless it contains IMAGE_TOKENs."""
@@ -52,6 +55,20 @@ class GenerateRequest(LMDeployFields, kw_only=True):
     add_special_tokens: bool | None = None
     """false: leave out the tokens that the tokenizer prepends (vLLM's)."""
     return_logprob: bool | None = None
+    text: str | list[str] | None = None
+    """In place of `prompt`: SGLang's form of the body, as is a list of `input_ids`."""
+    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    """In SGLang's form, in place of the fields above; a list for each prompt its own."""
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """In SGLang's form: the first token of the prompt whose log-probability is returned; -1: none."""
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """In SGLang's form: how many of the most likely tokens are returned too."""
+    return_text_in_logprobs: bool | None = None
+    """In SGLang's form: entries of log-probabilities have the token's text."""
+    rid: Label | None = None
+    """In SGLang's form: the answer's id."""
+    lora_path: str | None = None
+    """In SGLang's form: the adapter's name."""
 
 
 class InteractiveRequest(LMDeployFields, kw_only=True):

@@ -37,6 +37,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "prompt_logprobs_of",
+    "ranked",
     "size_of",
 ]
 
@@ -139,7 +140,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
-def _ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
+def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
     """Return the `count` most likely of a token's entries, most likely first."""
     return sorted(entry.items(), key=lambda item: item[1], reverse=True)[:count]
 
@@ -156,9 +157,9 @@ def prompt_logprobs_of(
     """Return a prompt's log-probabilities in vLLM's format. The rank of a token beyond the `count` most likely is
     unknown."""
 
-    def ranked(entry: dict[int, float]) -> dict[int, PromptLogprob]:
+    def shown(entry: dict[int, float]) -> dict[int, PromptLogprob]:
         chosen = next(iter(entry))
-        ranks = {token: rank for rank, (token, _) in enumerate(_ranked(entry, count), 1)}
+        ranks = {token: rank for rank, (token, _) in enumerate(ranked(entry, count), 1)}
         if len(entry) > count:
             ranks.pop(chosen, None)
         return {
@@ -166,7 +167,7 @@ def prompt_logprobs_of(
             for token, value in entry.items()
         }
 
-    return [None if entry is None else ranked(entry) for entry in entries]
+    return [None if entry is None else shown(entry) for entry in entries]
 
 
 def chat_logprobs(
@@ -183,7 +184,7 @@ def chat_logprobs(
         chosen = next(iter(entry))
         text, piece = spelled(chosen)
         top = []
-        for token, value in _ranked(entry, count):
+        for token, value in ranked(entry, count):
             other, other_piece = spelled(token)
             top.append(TopLogprob(token=other, logprob=value, bytes=other_piece))
         content.append(TokenLogprob(token=text, logprob=entry[chosen], bytes=piece, top_logprobs=top))
@@ -229,7 +230,7 @@ def completion_logprobs(
             result.top_logprobs.append(None)
         else:
             result.token_logprobs.append(entry[token])
-            top = {spelled(id_): value for id_, value in _ranked(entry, count)}
+            top = {spelled(id_): value for id_, value in ranked(entry, count)}
             # As in OpenAI's API, the chosen token is always among them.
             top.setdefault(text, entry[token])
             result.top_logprobs.append(top)

@@ -21,6 +21,7 @@ from asyncllm.server.service import service_of
 from asyncllm.text.chat_template import SWITCHES, ChatTemplate
 
 __all__ = [
+    "GENERATE_TOKENS",
     "OPENAI_DEFAULTS",
     "Templated",
     "budget_options",
@@ -33,6 +34,7 @@ __all__ = [
     "interactive_config",
     "label_of",
     "request_options",
+    "same_fields",
     "sampled_config",
     "template_options",
     "thinking_options",
@@ -137,14 +139,14 @@ def _config(
         random_seed=body.seed,
         logprobs=logprobs,
         response_format=response_format_of(body),
-        **_same(body),
+        **same_fields(body),
     ).checked()
 
 
 def sampled_config(body: SamplingFields, defaults: GenerationConfig, **fields: Any) -> GenerationConfig:
     """Return the config of a body whose `fields` have other names. Raises ApiError and InvalidParameter, like
     `chat_config`."""
-    return msgspec.structs.replace(defaults, random_seed=body.seed, **fields, **_same(body)).checked()
+    return msgspec.structs.replace(defaults, random_seed=body.seed, **fields, **same_fields(body)).checked()
 
 
 def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> GenerationConfig:
@@ -155,7 +157,7 @@ def generate_config(body: GenerateRequest, defaults: GenerationConfig) -> Genera
         min_new_tokens=body.min_new_tokens,
         random_seed=body.seed,
         logprobs=0 if body.return_logprob else None,
-        **_same(body),
+        **same_fields(body),
     ).checked()
 
 
@@ -173,11 +175,11 @@ def interactive_config(body: InteractiveRequest) -> GenerationConfig:
         max_new_tokens=body.request_output_len,
         min_new_tokens=body.min_new_tokens,
         random_seed=body.seed,
-        **_same(body),
+        **same_fields(body),
     ).checked()
 
 
-def _same(body: PolicyFields) -> dict[str, Any]:
+def same_fields(body: msgspec.Struct) -> dict[str, Any]:
     """Return the common fields of bodies as fields of GenerationConfig, without those that are omitted."""
     fields = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
     top_k, stop = getattr(body, "top_k", None), getattr(body, "stop", None)

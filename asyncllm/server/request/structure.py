@@ -8,7 +8,7 @@ import msgspec
 
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["Structured", "StructuredOutputs", "only_format", "response_format_of"]
+__all__ = ["Structured", "StructuredOutputs", "only_format", "response_format_of", "sampling_format"]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +63,26 @@ def response_format_of(body: Structured) -> dict[str, Any] | None:
         *[(name, _format(kind, value)) for name, kind, value in fields],
         ("response_format", body.response_format),
         white_space=body.guided_whitespace_pattern,
+    )
+
+
+class Sampled(Protocol):
+    """SGLang's sampling parameters about an answer's form."""
+
+    json_schema: dict[str, Any] | str | None
+    regex: str | None
+    ebnf: str | None
+    structural_tag: dict[str, Any] | str | None
+
+
+def sampling_format(params: Sampled) -> dict[str, Any] | None:
+    """Return the one of these parameters that is set, as a `response_format`. Raises ApiError for two of them."""
+    return only_format(
+        None,
+        ("json_schema", _format("json_schema", _wrapped(params.json_schema))),
+        ("regex", _format("regex", params.regex)),
+        ("ebnf", _format("grammar", params.ebnf)),
+        ("structural_tag", _format("structural_tag", params.structural_tag)),
     )
 
 

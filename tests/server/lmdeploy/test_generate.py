@@ -87,7 +87,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
         ({"prompt": "a", "return_routed_experts": True}, "return_routed_experts", "unsupported_parameter"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"prompt": "a", "top_p": 2}, "top_p", "invalid_value"),
-        ({"text": "a"}, "text", "unknown_parameter"),
+        ({"texts": "a"}, "texts", "unknown_parameter"),
     ],
     ids=str,
 )
