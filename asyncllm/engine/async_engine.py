@@ -90,6 +90,13 @@ class AsyncEngine:
             raise InvalidParameter(
                 f"adapters name one {self.model_name!r}, which is the model's own name. Choose another.", "adapters"
             )
+        for name, part, kind in (("tokenizer", tokenizer, Tokenizer), ("chat_template", chat_template, ChatTemplate)):
+            if part is not None and not isinstance(part, kind):
+                raise InvalidParameter(
+                    f"{name} must be a {kind.__name__}, not {short(part)}. Names and files of chat templates go into "
+                    f"chat_template_config; leave {name} out to use the model's.",
+                    name,
+                )
         files = ModelFiles(model_path, self.config, self.chat_template_config, executor, tokenizer, chat_template)
         self._lifecycle = Lifecycle(files, scheduler, self.model_name)
 

@@ -188,7 +188,7 @@ class Lifecycle:
     def running(self) -> EngineLoop:
         """Return the engine's loop. Raises EngineClosed, EngineDead, or EngineError in another event loop."""
         if self._loop is None:
-            raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
+            self._refuse()
         self._loop.check_running()
         return self._loop
 
@@ -226,6 +226,14 @@ class Lifecycle:
             self._state = "closed"
             _live.discard(self)
             await self._executor.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("limits", "encoder", "sessions", "inputs"):
+            self._refuse()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _refuse(self) -> NoReturn:
+        raise EngineClosed(f"The engine is {self._state}. Use it inside `async with AsyncEngine(...) as engine:`.")
 
     def __reduce__(self) -> NoReturn:
         raise EngineError(

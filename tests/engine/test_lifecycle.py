@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.errors import (
     EngineClosed,
     EngineDead,
     EngineError,
+    InvalidParameter,
     ModelError,
 )
 from asyncllm.protocol import Batch, Limits
@@ -32,6 +34,9 @@ class TestStartAndClose:
         engine = FakeEngine("x")
         with pytest.raises(EngineClosed, match="new"):
             await engine.generate("Hi")
+        for name in ("tokenizer", "chat_template", "reply_format", "limits", "session_len"):
+            with pytest.raises(EngineClosed, match="new"):
+                getattr(engine, name)
         async with engine:
             with pytest.raises(EngineError, match="started before"):
                 await engine.start()
@@ -42,6 +47,13 @@ class TestStartAndClose:
         with pytest.raises(EngineError, match="started before"):
             await engine.start()
         await engine.close()
+
+    @pytest.mark.parametrize("name", ["tokenizer", "chat_template"])
+    def test_parts_of_the_wrong_kind_are_refused(self, name: str) -> None:
+        part: Any = {name: "vicuna"}
+        with pytest.raises(InvalidParameter, match="chat_template_config") as caught:
+            AsyncEngine("tiny-chat", **part)
+        assert caught.value.param == name
 
     async def test_closing_a_new_engine(self) -> None:
         engine = FakeEngine("x")
