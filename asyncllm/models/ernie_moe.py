@@ -34,7 +34,10 @@ class ErnieMoE(DecoderLM):
     weights = LLAMA_WEIGHTS.replaced(
         {
             **DEEPSEEK_EXPERTS,
-            "model.layers.{i}.mlp.moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
+            **{
+                f"model.layers.{{i}}.mlp.{each}moe_statics.e_score_correction_bias": "layers.{i}.mlp.correction:bias"
+                for each in ("", "gate.")
+            },
         }
         # These layers predict tokens beyond the next one.
     ).skipping(*(f"model.mtp_{part}.{{i}}" for part in ("block", "emb_norm", "hidden_norm", "linear_proj")))

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from asyncllm.models.name_tree import tree_of, walk
 
-__all__ = ["expert_rows", "name_of_experts"]
+__all__ = ["expert_rows", "name_of_experts", "stacked_rows"]
 
 _TARGET = re.compile(r"(?P<module>[^\[\]:]+)\[(?:(?P<part>\w+),)?\{(?P<index>\w+)\}\]")
 
@@ -23,6 +23,15 @@ def expert_rows(
     """
     gate, up, down = (f"{experts}.{{e}}.{name}" for name in names)
     return {gate: f"{layer}.gate_up[gate,{{e}}]", up: f"{layer}.gate_up[up,{{e}}]", down: f"{layer}.down[{{e}}]"}
+
+
+def stacked_rows(experts: str, layer: str = "layers.{i}.mlp") -> dict[str, str]:
+    """Return the rows of experts that a checkpoint holds under `experts` in one tensor for each product, as
+    transformers 5 has them in memory."""
+    return {
+        f"{experts}.gate_up_proj": f"{layer}.gate_up:weight[gate+up:stacked]",
+        f"{experts}.down_proj": f"{layer}.down:weight[:stacked]",
+    }
 
 
 def name_of_experts(rows: Mapping[str, str], module: str, part: str | None, *, like: str) -> str | None:

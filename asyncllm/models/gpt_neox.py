@@ -33,6 +33,7 @@ class GPTNeoX(DecoderLM):
             "gpt_neox.layers.{i}.mlp.dense_4h_to_h": "layers.{i}.mlp.down",
             "gpt_neox.final_layer_norm": "norm",
             "embed_out": "head",
+            "lm_head": "head",
         },
         ignored=("gpt_neox.layers.{i}.attention.bias", "gpt_neox.layers.{i}.attention.masked_bias"),
     )

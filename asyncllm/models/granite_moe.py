@@ -8,7 +8,7 @@ import msgspec
 
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
-from asyncllm.models.expert_rows import expert_rows
+from asyncllm.models.expert_rows import expert_rows, stacked_rows
 from asyncllm.models.granite import Granite
 from asyncllm.models.registry import register
 
@@ -22,10 +22,12 @@ __all__ = ["GraniteMoE"]
 class GraniteMoE(Granite):
     weights = Granite.weights.replaced(
         {
+            "model.layers.{i}.block_sparse_moe.router": "layers.{i}.mlp.router",
             "model.layers.{i}.block_sparse_moe.router.layer": "layers.{i}.mlp.router",
             "model.layers.{i}.block_sparse_moe.input_linear": "layers.{i}.mlp.gate_up[gate+up:stacked]",
             "model.layers.{i}.block_sparse_moe.output_linear": "layers.{i}.mlp.down[:stacked]",
             **expert_rows("model.layers.{i}.block_sparse_moe.experts"),
+            **stacked_rows("model.layers.{i}.block_sparse_moe.experts"),
             "model.layers.{i}.shared_mlp.input_linear": "layers.{i}.mlp.shared.gate_up[gate+up]",
             "model.layers.{i}.shared_mlp.output_linear": "layers.{i}.mlp.shared.down",
         }

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
-from asyncllm.models.expert_rows import expert_rows
+from asyncllm.models.expert_rows import expert_rows, stacked_rows
 
 __all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense"]
 
 DEEPSEEK_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
     **expert_rows("model.layers.{i}.mlp.experts"),
+    **stacked_rows("model.layers.{i}.mlp.experts"),
     **{
         f"model.layers.{{i}}.mlp.shared_experts.{each}_proj": f"layers.{{i}}.mlp.shared.{target}"
         for each, target in (("gate", "gate_up[gate]"), ("up", "gate_up[up]"), ("down", "down"))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
-from asyncllm.models.qwen3_moe import QWEN_EXPERTS
 from asyncllm.models.registry import register
 
 __all__ = ["HYV3"]
@@ -18,18 +18,17 @@ _MLP = "model.layers.{i}.mlp"
 
 @register(HYV3ForCausalLM="Hunyuan 3 preview")
 class HYV3(DecoderLM):
-    weights = (
-        QWEN3_WEIGHTS.replaced(QWEN_EXPERTS)
-        .without(f"{_MLP}.gate")
-        .replaced(
-            {
-                f"{_MLP}.router.gate": "layers.{i}.mlp.router",
-                f"{_MLP}.expert_bias": "layers.{i}.mlp.correction:bias",
-                f"{_MLP}.shared_mlp.gate_proj": "layers.{i}.mlp.shared.gate_up[gate]",
-                f"{_MLP}.shared_mlp.up_proj": "layers.{i}.mlp.shared.gate_up[up]",
-                f"{_MLP}.shared_mlp.down_proj": "layers.{i}.mlp.shared.down",
-            }
-        )
+    # As published, and as transformers has them in memory.
+    weights = QWEN3_WEIGHTS.replaced(
+        {
+            **DEEPSEEK_EXPERTS,
+            f"{_MLP}.router.gate": "layers.{i}.mlp.router",
+            f"{_MLP}.expert_bias": "layers.{i}.mlp.correction:bias",
+            f"{_MLP}.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
+            f"{_MLP}.shared_mlp.gate_proj": "layers.{i}.mlp.shared.gate_up[gate]",
+            f"{_MLP}.shared_mlp.up_proj": "layers.{i}.mlp.shared.gate_up[up]",
+            f"{_MLP}.shared_mlp.down_proj": "layers.{i}.mlp.shared.down",
+        }
     )
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "hy_v3",

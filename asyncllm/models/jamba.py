@@ -10,6 +10,7 @@ from asyncllm.layers.block import AnyAttention
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import expert_rows, stacked_rows
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.mamba import ScanConfig, scan_fields, scan_layer
 from asyncllm.models.registry import register
@@ -62,9 +63,8 @@ class Jamba(DecoderLM):
             f"{_MLP}.up_proj": "layers.{i}.mlp.gate_up[up]",
             f"{_MLP}.down_proj": "layers.{i}.mlp.down",
             f"{_MLP}.router": "layers.{i}.mlp.router",
-            f"{_MLP}.experts.{{e}}.gate_proj": "layers.{i}.mlp.gate_up[gate,{e}]",
-            f"{_MLP}.experts.{{e}}.up_proj": "layers.{i}.mlp.gate_up[up,{e}]",
-            f"{_MLP}.experts.{{e}}.down_proj": "layers.{i}.mlp.down[{e}]",
+            **expert_rows(f"{_MLP}.experts"),
+            **stacked_rows(f"{_MLP}.experts"),
             "model.final_layernorm": "norm",
         }
     )

@@ -10,7 +10,7 @@ from asyncllm.layers.kimi_delta import KimiDeltaNet
 from asyncllm.layers.rotary import RopeConfig
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.expert_rows import expert_rows
-from asyncllm.models.grouped_experts import grouped_experts, grouped_routing, leading_dense
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing, leading_dense
 from asyncllm.models.latent import LATENT_WEIGHTS, LatentConfig, LatentDecoder, latent_fields
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
@@ -63,7 +63,14 @@ class KimiLinear(LatentDecoder):
             f"{_ATTENTION}.A_log": "layers.{i}.attn.decay:log_rate",
             f"{_ATTENTION}.dt_bias": "layers.{i}.attn.decay:step_bias",
             f"{_ATTENTION}.o_norm": "layers.{i}.attn.norm",
-            # As transformers writes the MLPs of the first layers, which published files have as `mlp`.
+            # As transformers has them in memory, and as it writes the MLPs of the first layers.
+            f"{_ATTENTION}.conv1d": "layers.{i}.attn.conv[q+k+v]",
+            f"{_ATTENTION}.forget_gate.f_a_proj": "layers.{i}.attn.weights[step]",
+            f"{_ATTENTION}.forget_gate.f_b_proj": "layers.{i}.attn.steps",
+            f"{_ATTENTION}.forget_gate.A_log": "layers.{i}.attn.decay:log_rate",
+            f"{_ATTENTION}.forget_gate.dt_bias": "layers.{i}.attn.decay:step_bias",
+            **DEEPSEEK_EXPERTS,
+            "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
             f"{_EXPERTS}.gate_proj": "layers.{i}.mlp.gate_up[gate]",
             f"{_EXPERTS}.up_proj": "layers.{i}.mlp.gate_up[up]",
             f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down",

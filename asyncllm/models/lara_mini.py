@@ -32,8 +32,6 @@ class LaraMini(DecoderLM):
             **{row: target for row, target in DELTA_WEIGHTS.items() if row.startswith(_LINEAR)},
             f"{_LINEAR}.in_proj": "layers.{i}.attn.inputs[q+k+v+gate+beta+step]",
             f"{_LINEAR}.out_norm": "layers.{i}.attn.norm",
-            f"{_LAYER}.mlp.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
-            f"{_LAYER}.mlp.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
         }
     )
     tiny: ClassVar[dict[str, Any]] = {

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
+from asyncllm.models.expert_rows import stacked_rows
 from asyncllm.models.lfm2 import Lfm2, Lfm2Config, lfm2_fields
 from asyncllm.models.registry import register
 
@@ -20,6 +21,7 @@ class Lfm2MoE(Lfm2):
         {
             f"{_MLP}.gate": "layers.{i}.mlp.router",
             f"{_MLP}.expert_bias": "layers.{i}.mlp.correction:bias",
+            **stacked_rows(f"{_MLP}.experts"),
             f"{_MLP}.experts.{{e}}.w1": "layers.{i}.mlp.gate_up[gate,{e}]",
             f"{_MLP}.experts.{{e}}.w3": "layers.{i}.mlp.gate_up[up,{e}]",
             f"{_MLP}.experts.{{e}}.w2": "layers.{i}.mlp.down[{e}]",

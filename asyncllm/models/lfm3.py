@@ -36,6 +36,7 @@ class Lfm3(Lfm2):
             f"{_ATTENTION}.q_norm": "layers.{i}.attn.q_norm",
             f"{_ATTENTION}.k_norm": "layers.{i}.attn.k_norm",
             f"{_ATTENTION}.gate_proj": "layers.{i}.attn.gate",
+            f"{_ATTENTION}.g_proj": "layers.{i}.attn.gate",
             f"{_LAYER}.post_operator_norm": "layers.{i}.attn_post_norm",
             f"{_LAYER}.post_ffn_norm": "layers.{i}.mlp_post_norm",
         }

@@ -21,6 +21,7 @@ class MiniMaxM2(DecoderLM):
             "model.layers.{i}.self_attn.q_norm": "layers.{i}.attn.q_norm",
             "model.layers.{i}.self_attn.k_norm": "layers.{i}.attn.k_norm",
             "model.layers.{i}.block_sparse_moe.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
+            "model.layers.{i}.mlp.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
         }
     )
     tiny: ClassVar[dict[str, Any]] = {

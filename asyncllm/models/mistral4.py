@@ -13,7 +13,6 @@ from asyncllm.models.registry import register
 
 __all__ = ["Mistral4"]
 
-_EXPERTS = "model.layers.{i}.mlp.experts"
 _USUAL = {
     "q_lora_rank": 1024,
     "kv_lora_rank": 256,
@@ -25,13 +24,7 @@ _USUAL = {
 
 @register(Mistral4ForCausalLM="Mistral Small 4: the text model")
 class Mistral4(LatentDecoder):
-    weights = LATENT_WEIGHTS.replaced(
-        {
-            **DEEPSEEK_EXPERTS,
-            f"{_EXPERTS}.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
-            f"{_EXPERTS}.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
-        }
-    )
+    weights = LATENT_WEIGHTS.replaced(DEEPSEEK_EXPERTS)
     tiny: ClassVar[dict[str, Any]] = {
         **{key: value for key, value in DeepseekV2.tiny.items() if key != "topk_method"},
         "model_type": "mistral4",

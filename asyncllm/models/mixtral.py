@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.expert_rows import stacked_rows
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -21,6 +22,9 @@ class Mixtral(DecoderLM):
             "model.layers.{i}.block_sparse_moe.experts.{e}.w1": "layers.{i}.mlp.gate_up[gate,{e}]",
             "model.layers.{i}.block_sparse_moe.experts.{e}.w3": "layers.{i}.mlp.gate_up[up,{e}]",
             "model.layers.{i}.block_sparse_moe.experts.{e}.w2": "layers.{i}.mlp.down[{e}]",
+            # As transformers 5 has them in memory.
+            "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
+            **stacked_rows("model.layers.{i}.mlp.experts"),
         }
     )
     tiny: ClassVar[dict[str, Any]] = {

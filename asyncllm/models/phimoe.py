@@ -16,7 +16,7 @@ __all__ = ["PhiMoE"]
 
 @register(PhimoeForCausalLM="Phi-3.5-MoE", PhiMoEForCausalLM="its own code")
 class PhiMoE(DecoderLM):
-    weights = Mixtral.weights
+    weights = Mixtral.weights.replaced({"model.layers.{i}.mlp.router": "layers.{i}.mlp.router"})
     norm_class = LayerNorm
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "phimoe",

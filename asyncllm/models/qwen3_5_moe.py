@@ -12,20 +12,12 @@ from asyncllm.models.registry import register
 
 __all__ = ["Qwen35MoE"]
 
-_MLP = "model.layers.{i}.mlp"
-
 
 @register(Qwen3_5MoeForCausalLM="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B: the text model")
 class Qwen35MoE(Qwen3Next):
     weights = Qwen3Next.weights.without(
         *(f"model.layers.{{i}}.linear_attn.in_proj_{each}" for each in ("qkvz", "ba"))
-    ).replaced(
-        {
-            **APART,
-            f"{_MLP}.experts.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
-            f"{_MLP}.experts.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
-        }
-    )
+    ).replaced(APART)
     tiny: ClassVar[dict[str, Any]] = {
         **{key: value for key, value in Qwen35.tiny.items() if key != "intermediate_size"},
         "model_type": "qwen3_5_moe_text",

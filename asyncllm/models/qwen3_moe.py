@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.expert_rows import expert_rows
+from asyncllm.models.expert_rows import expert_rows, stacked_rows
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -16,6 +16,7 @@ __all__ = ["QWEN_EXPERTS", "Qwen3MoE", "qwen_experts"]
 QWEN_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
     **expert_rows("model.layers.{i}.mlp.experts"),
+    **stacked_rows("model.layers.{i}.mlp.experts"),
 }
 
 

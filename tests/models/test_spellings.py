@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.models.registry import open_model
-from tests.checkpoints import build_checkpoint
+from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
 
 NOWHERE = {"rope_theta": ABSENT, "rope_scaling": ABSENT}
@@ -72,3 +73,27 @@ def test_stacked_experts_of_a_layer_that_has_none(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "first_k_dense_replace": 2}))
     with pytest.raises(InvalidCheckpoint, match=r"has no place in the model, .* without layers\.1\.mlp\.\w+\.weight"):
         open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+IN_MEMORY = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie_moe", "exaone_moe", "flex_olmo", "flint"),
+    *("gpt_neox", "lfm3"),
+    *("glm4_moe", "granite_hybrid", "granite_moe", "hunyuan_moe", "hy_v3", "jamba", "kimi_linear", "laguna"),
+    *("lfm2_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
+)
+
+
+@pytest.mark.parametrize("family", IN_MEMORY)
+def test_tensors_as_transformers_has_them_in_memory(tmp_path: Path, family: str) -> None:
+    """Programs that train with transformers 5 write them, with all experts of a layer in one tensor."""
+    written = build_checkpoint(family, tmp_path / "written")
+    model = native_class(tiny_fields(family)["model_type"]).from_pretrained(written, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    names = [set(load_file(tmp_path / each / "model.safetensors")) for each in ("written", "memory")]
+    assert names[0] != names[1]
+    parameters = [
+        dict(open_model(tmp_path / each, dtype=torch.float32, device=torch.device("cpu")).named_parameters())
+        for each in ("written", "memory")
+    ]
+    assert parameters[0].keys() == parameters[1].keys()
+    assert all(torch.equal(tensor, parameters[1][name]) for name, tensor in parameters[0].items())
