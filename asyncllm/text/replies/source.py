@@ -22,6 +22,7 @@ OUTSIDE = re.compile(r'["{}\[\]]|[^\s\w.,:+-]')
 """In JSON outside strings: brackets and quotes, and characters that are invalid there."""
 INSIDE = re.compile('["\\\\\udc00-\udfff]')
 """In a string: its end, an escape, or a special token."""
+CONTROL = re.compile(r"[\x00-\x1f]")
 SCALAR_END = re.compile("[\\s,}\\]]|[\udc00-\udfff]")
 CLOSING = {"{": "}", "[": "]"}
 
@@ -174,8 +175,10 @@ class Source:
             yield
 
     def json_value(self, sink: Callable[[str], None]) -> Reading:
-        """Pass a JSON value to `sink` unchanged as it arrives. Return whether it is complete.
+        """Pass a JSON value to `sink` as it arrives. Return whether it is complete.
 
+        It is passed on unchanged but for control characters in strings, which models write there as they are, such as
+        the line ends of code, and which JSON allows only as escapes.
         The value is not validated; brackets and strings determine its end. It ends early at a character that JSON does
         not allow there.
         """
@@ -218,18 +221,18 @@ class Source:
             end = found.start() if found else len(self._text)
             if found and found[0] == "\\":
                 if end + 1 < len(self._text) and not "\udc00" <= self._text[end + 1] <= "\udfff":
-                    sink(self._take(end + 2))
+                    sink(CONTROL.sub(_escape, self._take(end + 2)))
                     continue
                 found = None if end + 1 == len(self._text) else found
             if end > self._at:
-                sink(self._take(end))
+                sink(CONTROL.sub(_escape, self._take(end)))
             if found:
                 if found[0] == '"':
                     sink(self._take(end + 1))
                 return found[0] == '"'
             if self._ended:
                 if self._at < len(self._text):
-                    sink(self._take(len(self._text)))
+                    sink(CONTROL.sub(_escape, self._take(len(self._text))))
                 return False
             yield
 
@@ -258,3 +261,7 @@ class Source:
             return None
         # Half of a pair of surrogates is not a character.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _escape(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]

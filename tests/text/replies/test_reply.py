@@ -97,6 +97,22 @@ def test_the_second_of_two_calls_is_left_out_where_one_may_come() -> None:
         assert reply.num_complete == 1
 
 
+@pytest.mark.parametrize("split", [lambda raw: [raw], list])
+def test_line_ends_in_arguments_are_json(split: Callable[[str], list[str]]) -> None:
+    """Models write code with its line ends as they are; outside a call the text stays as it is."""
+    code = '{"city": "a\n\tb\\n", "tags": [\n"\u0001"]}'
+    for name in ("hermes", "mistral"):
+        call = f'{{"name": "weather", "arguments": {code}}}'
+        marked = f"[TOOL_CALLS]weather[ARGS]{code}" if name == "mistral" else f"<tool_call>{call}</tool_call>"
+        reply = Reply(form(name, None), TOOLS)
+        found = said([event for piece in split(marked) for event in reply.push(piece)] + reply.end())
+        [(_, arguments)] = found.calls
+        assert json.loads(arguments) == {"city": "a\n\tb\n", "tags": ["\u0001"]}
+    reply = Reply(form("llama3_json", None), TOOLS)
+    plain = '{"name": "a\n", "other": "b\n"}'
+    assert said([event for piece in split(plain) for event in reply.push(piece)] + reply.end()).text == plain
+
+
 def ids(name: str, pieces: list[str]) -> list[str | None]:
     """The ids of the calls in a reply of that format, None where the model wrote none."""
     reply = Reply(form(name, None), TOOLS)
