@@ -15,10 +15,12 @@ from tests.engine.driver import Driver, chunk_sizes, expected_answer
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
 
 
-@pytest.mark.parametrize("others", [0, 3])
-@pytest.mark.parametrize(("decoding", "taken"), [(3, 9), (4, 8), (2, 10)])
-def test_big_steps_that_decode_end_at_a_whole_tile(decoding: int, taken: int, others: int) -> None:
-    """A device of tiles of 4 tokens: 3 decode rows and a prompt of 10 tokens are 13, one more than three tiles."""
+@pytest.mark.parametrize(
+    ("decoding", "others", "taken"), [(3, 0, 10), (3, 1, 9), (3, 3, 9), (4, 0, 8), (4, 3, 8), (2, 0, 10), (2, 3, 10)]
+)
+def test_big_steps_that_decode_end_at_a_whole_tile(decoding: int, others: int, taken: int) -> None:
+    """A device of tiles of 4 tokens: 3 decode rows and a prompt of 10 tokens are 13, one more than three tiles. The
+    prompt is cut if more than three others gain a quarter of the step each."""
     driver = Driver(max_batch_size=decoding + 1, budget=16, caching=False, token_tile=4)
     running = [driver.submit([index], 30) for index in range(decoding)]
     driver.turn(1)
@@ -35,8 +37,8 @@ def test_big_steps_that_decode_end_at_a_whole_tile(decoding: int, taken: int, ot
     driver.check_drained()
 
 
-@pytest.mark.parametrize(("others", "taken"), [(0, 13), (1, 12)])
-def test_a_prompt_alone_is_cut_only_while_others_wait(others: int, taken: int) -> None:
+@pytest.mark.parametrize(("others", "taken"), [(0, 13), (3, 13), (4, 12)])
+def test_a_prompt_alone_is_cut_only_while_enough_others_wait(others: int, taken: int) -> None:
     driver = Driver(max_batch_size=1, budget=16, caching=False, token_tile=4)
     prompts = [[1] * 13] * (1 + others)
     requests = [driver.submit(prompt, 2) for prompt in prompts]
@@ -46,6 +48,36 @@ def test_a_prompt_alone_is_cut_only_while_others_wait(others: int, taken: int) -
     driver.drain()
     for request, prompt in zip(requests, prompts, strict=True):
         assert driver.answers(request) == [expected_answer(prompt, 2)]
+    driver.check_drained()
+
+
+def test_a_cut_that_takes_no_step_more_needs_no_others() -> None:
+    """Of 18 tokens the second step has at most 16 either way."""
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
+    driver.submit([1], 30)
+    driver.turn(1)
+    driver.submit([1] * 18, 2)
+    for expected in ([15], [3]):
+        batch = driver.schedule()
+        assert batch is not None
+        assert chunk_sizes(batch.prefill) == expected
+        driver.complete()
+    driver.drain()
+    driver.check_drained()
+
+
+def test_a_prompt_whose_chunks_fill_whole_steps_is_not_cut() -> None:
+    """Of 32 tokens 15 would leave more than a step."""
+    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
+    driver.submit([1], 30)
+    driver.turn(1)
+    driver.submit([1] * 32, 2)
+    for _ in range(2):
+        batch = driver.schedule()
+        assert batch is not None
+        assert chunk_sizes(batch.prefill) == [16]
+        driver.complete()
+    driver.drain()
     driver.check_drained()
 
 
@@ -66,7 +98,7 @@ def test_small_steps_are_not_cut() -> None:
 def test_a_chunk_is_not_cut_away_altogether(last: int, taken: int) -> None:
     """Of 12 + 2 tokens the two beyond three tiles are a whole prompt; of 11 + 3 they are the end of one."""
     driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
-    prompts = [[1] * (14 - last), [2] * last, [3]]
+    prompts = [[1] * (14 - last), [2] * last, [3], [4], [5]]
     requests = [driver.submit(prompt, 2) for prompt in prompts]
     batch = driver.schedule()
     assert batch is not None

@@ -36,11 +36,13 @@ class PrefillBudget:
         # Prompts make progress however many rows decode.
         return min(self.max_tokens, max(whole - len(decoding), -(-whole // 4)))
 
-    def whole_tiles(self, chunks: list[tuple[Sequence, int]], num_decode: int) -> list[tuple[Sequence, int]]:
+    def whole_tiles(
+        self, chunks: list[tuple[Sequence, int]], num_decode: int, num_waiting: int
+    ) -> list[tuple[Sequence, int]]:
         """Return the chunks, at least one, with the last one cut so that the step's tokens fill whole tiles.
 
-        This serves steps that other sequences wait for, decoding or queued: the cut prompt ends a step later, the
-        others gain.
+        If the cut prompt then takes a step more, it loses about the time of this one, while each other sequence,
+        decoding, in the step or waiting, gains the time of a tile. It is cut if together they gain more.
         """
         tile = self.limits.token_tile
         total = num_decode + sum(length for _, length in chunks)
@@ -49,7 +51,12 @@ class PrefillBudget:
             return chunks
         sequence, length = chunks[-1]
         shorter = fit_joint_tokens(sequence, length - excess, length - excess)
-        return [*chunks[:-1], (sequence, shorter)] if shorter > 0 else chunks
+        if shorter <= 0:
+            return chunks
+        left = len(sequence.token_ids) - sequence.num_computed
+        later = -(-(left - shorter) // self.max_tokens) > -(-(left - length) // self.max_tokens)
+        others = num_decode + len(chunks) - 1 + num_waiting
+        return chunks if later and others * tile < total else [*chunks[:-1], (sequence, shorter)]
 
 
 def fit_budget(sequence: Sequence, length: int, budget: int, *, first: bool) -> tuple[int, int]:
