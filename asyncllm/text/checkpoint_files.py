@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-INFILLING_TOKENS = ("prefix_token", "suffix_token", "middle_token", "eot_token")
 """Code Llama's tokens for infilling."""
 END_OF_INFILLING = "\u2581<EOT>"
 CHATGLM_TURNS = ("<|user|>", "<|observation|>")
@@ -98,6 +97,9 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
                     named[name] = token.content
                     unnumbered.setdefault(token.content, token)
                     break
+        for name, token in _other_named(tokenizer).items():
+            named.setdefault(name, token.content)
+            unnumbered.setdefault(token.content, token)
         for source in (tokenizer, special_map):
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 values = source.get(key) or []
@@ -110,10 +112,6 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
                     token = _added_token(value, key)
                     if token is not None:
                         unnumbered.setdefault(token.content, token)
-        for key in INFILLING_TOKENS:
-            token = _added_token(tokenizer.get(key), key)
-            if token is not None:
-                unnumbered.setdefault(token.content, token)
         added = _numbered_tokens(folder, tokenizer)
         for id_, token in added.items():
             # A token in the list of special ones is special, whatever the table of ids says.
@@ -210,6 +208,21 @@ def _added_token(value: object, where: str) -> AddedToken | None:
         f"The tokenizer's settings name {value!r} as {where}, but a token is a text or an object with a text "
         f"'content'. Correct tokenizer_config.json or special_tokens_map.json."
     )
+
+
+def _other_named(tokenizer: dict[str, Any]) -> dict[str, AddedToken]:
+    """Return the tokens that a model has names of its own for, such as `image_token`, or the marks of infilled text."""
+    stated = {name: value for name, value in tokenizer.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(tokenizer.get(key), dict):
+            stated |= tokenizer[key]
+    found: dict[str, AddedToken] = {}
+    for name, value in stated.items():
+        if name not in NAMED_TOKENS and (isinstance(value, str) or (isinstance(value, dict) and "content" in value)):
+            token = _added_token(value, name)
+            if token is not None:
+                found[name] = token
+    return found
 
 
 def _numbered_tokens(folder: Path, tokenizer: dict[str, Any]) -> dict[int, AddedToken]:

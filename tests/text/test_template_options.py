@@ -138,3 +138,25 @@ def test_tools_have_a_template_of_their_own_as_in_transformers(checkpoint: Calla
     for tools in ({}, {"tools": TOOLS}):
         with pytest.raises(InvalidParameter, match="does not read 'other'"):
             template.render(turns("Hi"), variables={"other": 1, **tools})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_token": "<|im_end|>"},
+        {"extra_special_tokens": {"image_token": "<|im_end|>", "other": "x"}},
+        {"model_specific_special_tokens": {"image_token": "<|im_end|>"}},
+        {"image_token": {"content": "<|im_end|>", "lstrip": True, "__type": "AddedToken"}},
+    ],
+)
+def test_tokens_with_names_of_the_model_are_variables_as_in_transformers(
+    checkpoint: Callable[..., Path], settings: dict[str, Any]
+) -> None:
+    source = "{{ image_token }}|{{ other }}|{{ add_bos_token }}|{{ messages[0].content }}"
+    folder = checkpoint(chat_template=source, add_bos_token=False, **settings)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = oracle.apply_chat_template(turns("Hi"), tokenize=False)
+    assert expected.startswith("<|im_end|>")
+    assert ChatTemplate.open(folder).render(turns("Hi"), add_generation_prompt=False) == expected
+    with pytest.raises(InvalidParameter, match="does not read 'image_token'"):
+        ChatTemplate.open(folder).render(turns("Hi"), variables={"image_token": "y"})
