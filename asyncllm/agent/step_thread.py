@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, ModelError
+from asyncllm.event_loop.in_thread import starting_thread
 from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Limits
 
@@ -63,7 +64,8 @@ class StepThread(Generic[_Runner]):
         self._ended: asyncio.Future[None] | None = None
 
     async def start(self) -> Limits:
-        """Load in the worker thread. Raises the error of `load`, as a ModelError unless it is one of asyncllm's.
+        """Load in the worker thread. Raises the error of `load`, as a ModelError unless it is one of asyncllm's, and
+        EngineError if the system refuses the thread.
 
         After an error the thread has ended. After a cancellation it ends by itself once `load` returns.
         """
@@ -75,11 +77,13 @@ class StepThread(Generic[_Runner]):
         self._ended = loop.create_future()
         worker: _Worker[_Runner] = _Worker(loop)
         self._worker = worker
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=worker.run, args=(load, self._release, loaded, self._ended), name=THREAD_NAME, daemon=True
         )
-        self._thread.start()
-        _running[self._thread] = worker.stop
+        with starting_thread():
+            thread.start()
+        self._thread = thread
+        _running[thread] = worker.stop
         # An executor that is dropped without close, or lives until the program ends, still ends its thread.
         weakref.finalize(self, worker.stop)
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosed, EngineError
+from asyncllm.event_loop.in_thread import starting_thread
 from asyncllm.event_loop.surroundings import Process
 
 __all__ = ["LoopThread"]
@@ -43,7 +44,12 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name)
-        self._thread.start()
+        try:
+            with starting_thread():
+                self._thread.start()
+        except EngineError:
+            self._loop.close()
+            raise
         try:
             self._started.result()
         except BaseException:

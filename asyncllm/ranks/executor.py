@@ -24,7 +24,7 @@ import msgspec
 
 from asyncllm.agent.step_thread import dead, set_exception, set_result, set_seen_exception
 from asyncllm.config import EngineConfig
-from asyncllm.errors import AsyncLLMError, EngineClosed, InvalidCheckpoint, ModelError
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineError, InvalidCheckpoint, ModelError
 from asyncllm.event_loop.in_thread import in_thread
 from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import (
@@ -126,8 +126,8 @@ class RankExecutor:
         self._on_step, self._on_death = on_step, on_death
 
     async def start(self) -> Limits:
-        """Start the processes and load the model in each. Raises errors of loading, and ModelError if a process ends
-        before it is ready or is silent for minutes; then no process is left."""
+        """Start the processes and load the model in each. Raises errors of loading, ModelError if a process ends before
+        it is ready or is silent for minutes, and EngineError if the system refuses one; then no process is left."""
         if self._state != "new":
             raise EngineClosed("This executor was started or closed before. Make a new one.")
         self._state = "starting"
@@ -187,6 +187,11 @@ class RankExecutor:
         except asyncio.CancelledError:
             await asyncio.wait([starting])
             raise
+        except OSError as error:
+            raise EngineError(
+                f"The system refuses another process for the ranks ({error}). End others, lower tp, or raise the limit "
+                f"of open files or processes (`ulimit -n`, `ulimit -u`)."
+            ) from error
 
     def _connect(self, process: RankProcess) -> None:
         assert self._loop is not None

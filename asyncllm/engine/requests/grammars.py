@@ -11,7 +11,8 @@ from typing import Any
 from asyncllm.config import GenerationConfig, RequestOptions
 from asyncllm.config.response_format import GrammarSpec, grammar_of
 from asyncllm.engine.requests.prompt_encoder import PromptEncoder
-from asyncllm.errors import AsyncLLMError, InvalidParameter, QueueFull, UnsupportedFeature
+from asyncllm.errors import AsyncLLMError, EngineError, InvalidParameter, QueueFull, UnsupportedFeature
+from asyncllm.event_loop.in_thread import starting_thread
 from asyncllm.event_loop.retrieve import retrieve
 from asyncllm.protocol import Limits, TakesGrammars
 from asyncllm.text.chat_template import ChatTemplate
@@ -175,7 +176,11 @@ class Grammars:
             except RuntimeError:
                 return  # The event loop was closed meanwhile.
 
-        threading.Thread(target=run, name="asyncllm-grammar", daemon=True).start()
+        try:
+            with starting_thread():
+                threading.Thread(target=run, name="asyncllm-grammar", daemon=True).start()
+        except EngineError as error:
+            end(None, error)
         return future
 
     def _keep(self, key: Hashable, compiled: CompiledGrammar, size: int) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from asyncllm.errors import EngineClosed, QueueFull
+from asyncllm.errors import EngineClosed, EngineError, QueueFull
+from asyncllm.event_loop.in_thread import starting_thread
 
 __all__ = ["TextThreads"]
 
@@ -100,9 +101,13 @@ class TextThreads:
                 continue
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="asyncllm-encode")
+            try:
+                with starting_thread():
+                    running = asyncio.get_running_loop().run_in_executor(self._pool, _call_and_trim, job.call, job.size)
+            except EngineError as error:
+                job.done.set_exception(error)
+                continue
             self._num_running += 1
-            loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._pool, _call_and_trim, job.call, job.size)
             running.add_done_callback(lambda running, done=job.done: self._finish(running, done))  # type: ignore[misc]
 
     def _finish(self, running: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
