@@ -30,7 +30,15 @@ from asyncllm.kernels.linear import (
     linear_invariant,
     linear_silu_mul,
 )
-from asyncllm.kernels.lora import LoRAWeights, RowGroups, ShrunkRows, expand_lora, group_rows, shrink_lora
+from asyncllm.kernels.lora import (
+    LoRAWeights,
+    RowGroups,
+    ShrunkRows,
+    expand_lora,
+    group_rows,
+    linear_shrink_lora,
+    shrink_lora,
+)
 from asyncllm.kernels.memory import gated_delta_rule, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, mean_squares, rms_norm
@@ -108,6 +116,7 @@ __all__ = [
     "linear_rounded",
     "linear_rounded_silu_mul",
     "linear_scaled",
+    "linear_shrink_lora",
     "linear_silu_mul",
     "mean_squares",
     "packed_experts",

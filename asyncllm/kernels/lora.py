@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
+from asyncllm.kernels.linear import linear
 
 __all__ = [
     "FEW_ROWS",
@@ -20,6 +21,7 @@ __all__ = [
     "ShrunkRows",
     "expand_lora",
     "group_rows",
+    "linear_shrink_lora",
     "shrink_lora",
 ]
 
@@ -102,7 +104,8 @@ def shrink_lora(
     has ended, so another one has to come between `group_rows` and the first product. The other rows are expected in
     runs of one adapter; any other order is correct but slow.
 
-    To be called before the layer's own product: that product's kernel reads its first weights meanwhile.
+    To be called before the layer's own product, whose kernel reads its first weights meanwhile, if `linear_shrink_lora`
+    is not used.
     """
     first = num_single if groups is None else len(groups.slots)
     shrunk = x.new_zeros(1, len(x), lora.a.shape[1], dtype=torch.float32)
@@ -112,6 +115,21 @@ def shrink_lora(
         for part in range(0, shrunk.shape[2], rank):
             shrunk[0, rows, part : part + own] = taken @ lora.a[slot, part : part + own].float().t()
     return ShrunkRows(shrunk[:, :first], shrunk[:, first:])
+
+
+@op("linear.adapted:linear_shrink_lora")
+def linear_shrink_lora(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: Tensor,
+    lora: LoRAWeights,
+    *,
+    num_single: int = 0,
+    groups: RowGroups | None = None,
+) -> tuple[Tensor, ShrunkRows]:
+    """Return `linear` of x [T, in], and `shrink_lora` of the same rows."""
+    return linear(x, weight, bias), shrink_lora(x, slots, lora, num_single=num_single, groups=groups)
 
 
 @op("lora:expand_lora")

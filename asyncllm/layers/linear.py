@@ -32,8 +32,8 @@ class RowAdapters(Protocol):
     def columns(self) -> tuple[Column, ...]:
         """The step columns that they read."""
 
-    def shrink(self, x: Tensor, step: StepInputs) -> ShrunkRows:
-        """Return the rows of x [T, in] times their adapters' A. The layer's product follows."""
+    def product(self, layer: Weighted, x: Tensor, step: StepInputs) -> tuple[Tensor, ShrunkRows]:
+        """Return the layer's own product [T, out] of x [T, in], and the rows of x times their adapters' A."""
 
     def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
         """Return the products y [T, out] with the rows' additions, in y's memory or new."""
@@ -74,8 +74,11 @@ class Linear(Weighted):
         if isinstance(x, RoundedRows):
             return self.summed(self.method.product_rounded(self, x))
         adapters = self.adapters if step.adapted else None
-        shrunk = None if adapters is None else adapters.shrink(x, step)
-        y = self.method.product(self, x)
+        shrunk = None
+        if adapters is None:
+            y = self.method.product(self, x)
+        else:
+            y, shrunk = adapters.product(self, x, step)
         rows = None if step.image_features is None else self.image_rows
         if rows is not None:
             y = rows.apply_to(y, x, step)

@@ -21,7 +21,16 @@ from torch.nn.functional import pad
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import UnsupportedModel
-from asyncllm.kernels import ActivationKind, KVCache, Rotation, RoundedRows, Rounding
+from asyncllm.kernels import (
+    ActivationKind,
+    KVCache,
+    LoRAWeights,
+    Rotation,
+    RoundedRows,
+    Rounding,
+    RowGroups,
+    ShrunkRows,
+)
 from asyncllm.layers.layer import Layer, PartKey
 
 __all__ = [
@@ -338,6 +347,13 @@ class LinearMethod(ABC):
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x [..., in] -> x weight^T + bias [..., out], in `out` if given."""
 
+    def product_and_shrunk(
+        self, layer: Weighted, x: Tensor, slots: Tensor, lora: LoRAWeights, num_single: int, groups: RowGroups | None
+    ) -> tuple[Tensor, ShrunkRows]:
+        """Return `product` of x [T, in], and `kernels.shrink_lora` of the same rows."""
+        shrunk = kernels.shrink_lora(x, slots, lora, num_single=num_single, groups=groups)
+        return self.product(layer, x), shrunk
+
     def product_exact(self, layer: Weighted, x: Tensor) -> Tensor:
         """Return `product` with a float32 weight and bias as float32, whatever the dtype of x."""
         return self.product(layer, x.float())
@@ -452,6 +468,13 @@ class Unquantized(LinearMethod):
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return self._linear(x, layer.weight, layer.bias, out=out)
 
+    def product_and_shrunk(
+        self, layer: Weighted, x: Tensor, slots: Tensor, lora: LoRAWeights, num_single: int, groups: RowGroups | None
+    ) -> tuple[Tensor, ShrunkRows]:
+        return kernels.linear_shrink_lora(
+            x, layer.weight, layer.bias, slots, lora, num_single=num_single, groups=groups
+        )
+
     def product_exact(self, layer: Weighted, x: Tensor) -> Tensor:
         return kernels.linear_exact(x, layer.weight, layer.bias)
 
@@ -531,6 +554,7 @@ class BatchInvariant(Unquantized):
     _linear_by_head = staticmethod(kernels.linear_by_head_invariant)
     _fused_experts = staticmethod(kernels.fused_experts_invariant)
     # These ops sum in a different order.
+    product_and_shrunk = LinearMethod.product_and_shrunk
     product_exact = LinearMethod.product_exact
     product_gated = LinearMethod.product_gated
     product_rope_fill_kv = LinearMethod.product_rope_fill_kv

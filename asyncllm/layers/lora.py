@@ -8,6 +8,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.kernels import LoRAWeights, ShrunkRows
 from asyncllm.kernels.lora import FEW_ROWS
+from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
 __all__ = ["ADAPTER_SLOTS", "LayerAdapters", "group_adapters"]
@@ -30,10 +31,9 @@ class LayerAdapters:
     def __init__(self, weights: LoRAWeights) -> None:
         self.weights = weights
 
-    def shrink(self, x: Tensor, step: StepInputs) -> ShrunkRows:
-        return kernels.shrink_lora(
-            x, step[ADAPTER_SLOTS], self.weights, num_single=step.num_decode, groups=step.adapter_groups
-        )
+    def product(self, layer: Weighted, x: Tensor, step: StepInputs) -> tuple[Tensor, ShrunkRows]:
+        slots, groups = step[ADAPTER_SLOTS], step.adapter_groups
+        return layer.method.product_and_shrunk(layer, x, slots, self.weights, step.num_decode, groups)
 
     def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
         return kernels.expand_lora(y, shrunk, step[ADAPTER_SLOTS], self.weights, groups=step.adapter_groups)

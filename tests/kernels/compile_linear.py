@@ -26,12 +26,16 @@ def gemv_case(tokens: int, config: GemvConfig, n: int = 4096, k: int = 4096, *, 
     return Case(name, linear_small.gemv_kernel, _POINTERS, constexprs, config.warps, options=_PDL)
 
 
-def skinny_case(tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096, *, gated: bool = False) -> Case:
+def skinny_case(
+    tokens: int, config: SkinnyConfig, n: int = 4096, k: int = 4096, *, gated: bool = False, release_first: bool = True
+) -> Case:
     constexprs = {
         "N": n, "K": k, "BLOCK_M": tokens, "BLOCK_N": config.rows, "BLOCK_K": config.columns,
-        "SPLITS": config.splits, "GATED": gated, "HAS_BIAS": False, "USE_PDL": True,
+        "SPLITS": config.splits, "GATED": gated, "HAS_BIAS": False, "RELEASE_FIRST": release_first,
+        "USE_PDL": True,
     }  # fmt: skip
-    name = f"{'gated' if gated else 'skinny'}-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
+    kind = f"{'gated' if gated else 'skinny'}{'' if release_first else '-beside'}"
+    name = f"{kind}-{tokens}-{n}x{k}-{'-'.join(map(str, vars(config).values()))}"
     signature = {**_POINTERS, "partial_ptr": "*fp32", "counter_ptr": "*i32", "tokens": "i32"}
     return Case(name, linear_small.skinny_kernel, signature, constexprs, config.warps, config.stages, options=_PDL)
 
@@ -115,4 +119,5 @@ CASES = [
     gemv_case(1, linear.ONE_TOKEN_FEW_FEATURES, 32, 2880),
     skinny_case(16, SkinnyConfig(splits=4)),
     skinny_case(64, SkinnyConfig()),
+    skinny_case(64, SkinnyConfig(128, 128, splits=1, stages=4, warps=8), 28672, release_first=False),
 ]

@@ -38,13 +38,18 @@ def _tile_cases(tokens: int) -> list[Case]:
     ]
 
 
-def _row_cases(rank: int) -> list[Case]:
+def _row_cases(rank: int, *, beside: bool = False) -> list[Case]:
     splits = splits_of_row(K)
-    shrink = {**_same(rank), "K": K, "SPAN": SPAN, "BLOCK_K": 8192 // rank}
+    shrink = {**_same(rank), "K": K, "SPAN": SPAN, "BLOCK_K": 8192 // rank, "BESIDE": beside}
     expand = {**_same(rank), **SIZES_BY_NAME, "BLOCK_N": 8192 // rank, "SPLITS": splits, "ALL_SPLITS": splits}
     types = {"slots_ptr": "*i32", "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
     return [
-        Case(f"shrink a row {rank}", shrink_row_kernel, {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"}, shrink),
+        Case(
+            f"shrink a row {rank}{' beside' * beside}",
+            shrink_row_kernel,
+            {**types, "x_ptr": "*bf16", "a_ptr": "*bf16"},
+            shrink,
+        ),
         Case(f"expand a row {rank}", expand_row_kernel, {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}, expand),
     ]
 
@@ -73,6 +78,7 @@ def _grouping_cases(rows: int) -> list[Case]:
 CASES = [
     *(case for tokens in (300, 4096) for case in _tile_cases(tokens)),
     *(case for rank in (16, 64, MAX_RANK) for case in _row_cases(rank)),
+    _row_cases(16, beside=True)[0],
     *(case for rank in (16, 64, MAX_RANK) for case in _group_cases(rank)),
     *(case for rows in (64, 1024) for case in _grouping_cases(rows)),
 ]

@@ -17,11 +17,12 @@ def _map(rows: int) -> str:
     return f"tensordesc<bf16[{rows}, {linear_hopper.STEP}],{linear_hopper.LINES!r}>"
 
 
-def narrow_case(tokens: int, config: NarrowConfig, *, with_bias: bool = False) -> Case:
-    options = linear_narrow.compile_options(config, with_bias=with_bias)
+def narrow_case(tokens: int, config: NarrowConfig, *, with_bias: bool = False, release_first: bool = True) -> Case:
+    options = linear_narrow.compile_options(config, with_bias=with_bias, release_first=release_first)
     num_warps = options.pop("num_warps")
+    kind = f"{'bias' if with_bias else 'plain'}{'' if release_first else '-beside'}"
     return Case(
-        name=f"{'bias' if with_bias else 'plain'}-{tokens}-{'-'.join(map(str, vars(config).values()))}",
+        name=f"{kind}-{tokens}-{'-'.join(map(str, vars(config).values()))}",
         kernel=linear_narrow.narrow_kernel,
         signature={
             "x": _map(tokens),
@@ -52,6 +53,7 @@ CASES = [
     *_of_tables(),
     narrow_case(16, NarrowConfig(64, 2, 8), with_bias=True),
     narrow_case(16, NarrowConfig(128, 1, 8)),
+    narrow_case(16, NarrowConfig(64, 2, 10, splits=2), release_first=False),
     narrow_case(64, NarrowConfig(64, 2, 6, splits=2), with_bias=True),
     narrow_case(64, NarrowConfig(128, 2, 4)),
     narrow_case(64, NarrowConfig(256, 1, 4, splits=8)),

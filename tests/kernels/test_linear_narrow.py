@@ -38,6 +38,7 @@ class FakeKernel:
         bias: Tensor | None = None,
         *,
         config: NarrowConfig,
+        release_first: bool = True,
         out: Tensor | None = None,
     ) -> Tensor:
         self.calls.append(len(x))

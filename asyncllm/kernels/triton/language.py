@@ -10,6 +10,10 @@ kernel writes or reads. It calls `release_consumers` right after that, which let
 scheduled and wait. If kernels released before their wait, several would queue up in the multiprocessors: a decode step
 of one row of Llama-3-8B then takes 4.08 ms instead of 3.94 ms. Only products of few tokens, and what comes between a
 norm and such a product, release first, because products can prefetch weights before the wait.
+
+When a kernel that releases after its wait has released the next one, all kernels before it have finished. The next one
+may therefore read their results without a wait, and run at the same time (`linear/adapted.py`). It still has to wait in
+some program before it ends, since its own consumers wait only for it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,15 @@ from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups, ShrunkRows
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_groups import expand_groups, shrink_groups
-from asyncllm.kernels.triton.lora_rows import MAX_RANK, expand_rows, layout_of, part_of, shrink_rows, sizes_of
+from asyncllm.kernels.triton.lora_rows import (
+    MAX_RANK,
+    empty_sums,
+    expand_rows,
+    layout_of,
+    part_of,
+    shrink_rows,
+    sizes_of,
+)
 
 __all__ = [
     "BLOCK_K",
@@ -167,7 +175,8 @@ def shrink_lora(
     elif groups is not None:
         first = shrink_groups(x[:single], groups, lora)
     else:
-        first = shrink_rows(x[:single], slots[:single], lora)
+        own = x[:single]
+        first = shrink_rows(own, slots[:single], lora, empty_sums(own, lora))
     rest = _shrink_tiles(x[single:], slots[single:], lora, splits_of(tokens - single, features))
     return ShrunkRows(first, rest)
 

@@ -20,6 +20,7 @@ from asyncllm.kernels.triton.launch import launch
 __all__ = [
     "MAX_RANK",
     "SPAN",
+    "empty_sums",
     "expand_row_kernel",
     "expand_rows",
     "layout_of",
@@ -45,12 +46,14 @@ SPAN = 1024
 def shrink_row_kernel(
     x_ptr, slots_ptr, a_ptr, ranks_ptr, h_ptr, tokens,
     K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_K: tl.constexpr, BESIDE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Like `lora.shrink_kernel`; a program has a row, one part's RANK rows of A, and SPAN input features.
 
     Slots are uploaded with the inputs of the step, before its first kernel, and adapters before the step, so reading
-    them waits for no kernel. The next kernel is the layer's own product, which prefetches its weights.
+    them waits for no kernel. Without BESIDE the next kernel is the layer's own product, which prefetches its weights.
+    With BESIDE that product is the kernel in front, and has released this one after its wait: x is complete, and one
+    program waits for the product, for all that follows.
     """
     release_consumers(USE_PDL)
     row = tl.program_id(0)
@@ -64,17 +67,21 @@ def shrink_row_kernel(
     a_rows = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * K
     first = split * SPAN + columns
     a = tl.load(a_rows + first[None, :], mask=has_own & (first < K)[None, :], other=0.0)
-    wait_for_producers(USE_PDL)
+    if not BESIDE:
+        wait_for_producers(USE_PDL)
     if has_own:
         x_row = x_ptr + row.to(tl.int64) * K
-        x = tl.load(x_row + first, mask=first < K, other=0.0)
+        # From the L2 cache: without a wait, a multiprocessor's own may have what was there before.
+        x = tl.load(x_row + first, mask=first < K, other=0.0, cache_modifier=".cg")
         h = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
         for start in tl.static_range(BLOCK_K, SPAN, BLOCK_K):
             k = first + start
             a = tl.load(a_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-            x = tl.load(x_row + k, mask=k < K, other=0.0)
+            x = tl.load(x_row + k, mask=k < K, other=0.0, cache_modifier=".cg")
             h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
         tl.store(h_ptr + (split.to(tl.int64) * tokens + row) * WIDTH + features, h)
+    if BESIDE and row + tl.program_id(1) + split == 0:
+        wait_for_producers(USE_PDL)
 
 
 @triton.jit
@@ -146,12 +153,19 @@ def sizes_of(lora: LoRAWeights) -> dict[str, Any]:
     return {f"SIZE_{part}": size for part, size in enumerate(sizes)}
 
 
-def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
-    """Return the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], and slots of rank at
-    most `MAX_RANK`."""
+def empty_sums(x: Tensor, lora: LoRAWeights) -> Tensor:
+    """Return memory for the result of `shrink_rows`."""
+    return torch.empty(splits_of(x.shape[1]), len(x), lora.a.shape[1], dtype=torch.float32, device=x.device)
+
+
+def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights, h: Tensor, *, beside: bool = False) -> Tensor:
+    """Return h, filled with the partial sums [S, R, P * rank] of `kernels.shrink_lora` for contiguous x [R, in], and
+    slots of rank at most `MAX_RANK`.
+
+    beside: the last launch is a product of x which releases its consumers after its wait, and whose memory is not h.
+    """
     (tokens, k), rank, width = x.shape, lora.b.shape[-1], lora.a.shape[1]
     span = min(SPAN, triton.next_power_of_2(k))
-    h = torch.empty(splits_of(k), tokens, width, dtype=torch.float32, device=x.device)
     if tokens:
         launch(
             shrink_row_kernel,
@@ -162,6 +176,7 @@ def shrink_rows(x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
             SLOT_STRIDE=lora.a.stride(0),
             SPAN=span,
             BLOCK_K=min(span, _NUMBERS // rank),
+            BESIDE=beside,
             **layout_of(lora),
         )
     return h

@@ -70,7 +70,8 @@ def finish(acc, out_ptr, bias_ptr, row, num_tokens, out_size, dtype: gl.constexp
 @gluon.jit(do_not_specialize=["num_tokens", "out_size", "steps"])
 def narrow_kernel(
     x, weight, out_ptr, bias_ptr, partial_ptr, counter_ptr, num_tokens, out_size, steps,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, HAS_BIAS: gl.constexpr, USE_PDL: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    RELEASE_FIRST: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [num_tokens, K] and weight [out_size, K] are tensor descriptors of 16-bit numbers in blocks of [TOKENS, 64] and
     [ROWS, 64]; out [num_tokens, out_size].
@@ -84,7 +85,8 @@ def narrow_kernel(
     BYTES: gl.constexpr = PARTS * (ROWS + TOKENS) * LINE * 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
 
-    release_consumers(USE_PDL)
+    if RELEASE_FIRST:
+        release_consumers(USE_PDL)
     weights = gl.allocate_shared_memory(dtype, [PARTS * STAGES, ROWS, LINE], weight.layout)
     tokens = gl.allocate_shared_memory(dtype, [PARTS * STAGES, TOKENS, LINE], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -103,6 +105,8 @@ def narrow_kernel(
         mbarrier.expect(full.index(stage), BYTES)
         fetch(weight, row, weights, full, stage, begin + stage, PARTS)
     wait_for_producers(USE_PDL)
+    if not RELEASE_FIRST:
+        release_consumers(USE_PDL)
     for stage in range(first):
         fetch(x, 0, tokens, full, stage, begin + stage, PARTS)
 
@@ -148,23 +152,31 @@ def narrow_kernel(
             gl.store(counter_ptr + tile, 0)
 
 
-def compile_options(config: NarrowConfig, *, with_bias: bool) -> dict[str, Any]:
+def compile_options(config: NarrowConfig, *, with_bias: bool, release_first: bool = True) -> dict[str, Any]:
     """Return the constexprs (except USE_PDL) and launch options."""
     return {
         "PARTS": config.parts,
         "STAGES": config.stages,
         "SPLITS": config.splits,
         "HAS_BIAS": with_bias,
+        "RELEASE_FIRST": release_first,
         "num_warps": 8 if config.rows == 256 else 4,
     }
 
 
 def narrow(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: NarrowConfig, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: NarrowConfig,
+    release_first: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return x [T, K], T from 1 to 64, times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given.
 
-    All are bfloat16 or float16, contiguous and aligned to 16 bytes; K and N are multiples of 8.
+    All are bfloat16 or float16, contiguous and aligned to 16 bytes; K and N are multiples of 8. `release_first`: see
+    `language.release_consumers`.
     """
     tokens, in_size = x.shape
     out_size = weight.shape[0]
@@ -179,10 +191,10 @@ def narrow(
     maps = (TensorMap(x, (block, STEP), LINES), TensorMap(weight, (config.rows, STEP), LINES))
     tensors = (out, out if bias is None else bias, partial, counters)
     numbers = (tokens, out_size, -(-in_size // (config.parts * STEP)))
-    _configured(config, bias is not None)((config.splits, tiles, 1), tensors, numbers, maps)
+    _configured(config, bias is not None, release_first)((config.splits, tiles, 1), tensors, numbers, maps)
     return out
 
 
 @functools.cache
-def _configured(config: NarrowConfig, with_bias: bool) -> Configured:
-    return Configured(narrow_kernel, **compile_options(config, with_bias=with_bias))
+def _configured(config: NarrowConfig, with_bias: bool, release_first: bool) -> Configured:
+    return Configured(narrow_kernel, **compile_options(config, with_bias=with_bias, release_first=release_first))

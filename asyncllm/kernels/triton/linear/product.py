@@ -16,7 +16,7 @@ from asyncllm.kernels.triton.launch import fits_tensor_map
 from asyncllm.kernels.triton.linear.invariant import choose_tile, matmul_invariant
 from asyncllm.kernels.triton.linear.small import GemvConfig, NarrowConfig, SkinnyConfig, gemv, skinny
 
-__all__ = ["TABLES", "choose", "for_few_tokens", "linear", "linear_invariant"]
+__all__ = ["TABLES", "by_tensor_cores", "choose", "for_few_tokens", "linear", "linear_invariant"]
 
 _Entry = TypeVar("_Entry")
 
@@ -152,12 +152,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
         into = None if out is None else out.view(-1, weight.shape[0])
         if isinstance(config, GemvConfig):
             y = gemv(rows, weight, bias, config=config, out=into)
-        elif isinstance(config, SkinnyConfig):
-            y = skinny(rows, weight, bias, config=config, out=into)
         else:
-            from asyncllm.kernels.triton.linear.narrow import narrow
-
-            y = narrow(rows, weight, bias, config=config, out=into)
+            y = by_tensor_cores(rows, weight, bias, config=config, out=into)
         return y.view(*x.shape[:-1], weight.shape[0]) if out is None else out
     if _is_uneven(weight):
         return _uneven(x, weight, bias, out)
@@ -165,6 +161,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
         return F.linear(x, weight, bias)
     _multiply(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
     return out
+
+
+def by_tensor_cores(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    config: SkinnyConfig | NarrowConfig,
+    release_first: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `small.skinny` or `narrow.narrow` of rows [T, K], as the configuration says."""
+    if isinstance(config, SkinnyConfig):
+        return skinny(rows, weight, bias, config=config, release_first=release_first, out=out)
+    from asyncllm.kernels.triton.linear.narrow import narrow
+
+    return narrow(rows, weight, bias, config=config, release_first=release_first, out=out)
 
 
 def for_few_tokens(rows: Tensor, weight: Tensor) -> Config | None:

@@ -173,7 +173,8 @@ def _skinny_store(
 def skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, tokens,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, RELEASE_FIRST: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x [tokens, K] times BLOCK_N rows of weight [N, K], over one of SPLITS ranges of K.
 
@@ -181,7 +182,8 @@ def skinny_kernel(
     [tiles, SPLITS, BLOCK_N, BLOCK_M]. counter: int32 [tiles], zero before and after.
     """
     STEPS: tl.constexpr = K // BLOCK_K
-    release_consumers(USE_PDL)
+    if RELEASE_FIRST:
+        release_consumers(USE_PDL)
     split = tl.program_id(0)
     tile = tl.program_id(1)
     own = tl.arange(0, BLOCK_N)
@@ -193,6 +195,8 @@ def skinny_kernel(
     columns = tl.arange(0, BLOCK_K)[None, :]
     w_rows = weight_ptr + rows[:, None].to(tl.int64) * K
     wait_for_producers(USE_PDL)
+    if not RELEASE_FIRST:
+        release_consumers(USE_PDL)
 
     token_ids = tl.arange(0, BLOCK_M)
     x_rows = x_ptr + token_ids[:, None] * K
@@ -253,12 +257,14 @@ def skinny(
     *,
     config: SkinnyConfig,
     gated: bool = False,
+    release_first: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return x [T, K], T at most 64, times weight [N, K] transposed, plus bias [N], in `out` [T, N] if given, on tensor
     cores. With `gated` the result is silu(gate) * up of a weight [2 * N, K] without a bias.
 
-    All tensors are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K.
+    All tensors are contiguous. `config.rows` divides the weight's rows, `config.columns` divides K. `release_first`:
+    see `language.release_consumers`.
     """
     tokens, k = x.shape
     rows = weight.shape[0]
@@ -272,7 +278,7 @@ def skinny(
         counters = zero_counters(x.device)
     skinny_kernel[(config.splits, rows // config.rows)](
         x, weight, weight if bias is None else bias, out, partial, counters, tokens, n, k, block_m, config.rows,
-        config.columns, config.splits, gated, bias is not None,
+        config.columns, config.splits, gated, bias is not None, release_first,
         num_warps=config.warps, num_stages=config.stages, **PDL,
     )  # fmt: skip
     return out
