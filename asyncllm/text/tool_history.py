@@ -68,6 +68,9 @@ class ToolHistory:
         if isinstance(call.get("function"), dict):
             return {**call, "function": self._fitted_call(call["function"])}
         arguments = call.get("arguments")
+        if arguments is None and isinstance(call.get("name"), str):
+            # Some clients leave out the arguments of a call that has none.
+            call, arguments = {**call, "arguments": "{}"}, "{}"
         if self._wants_text and isinstance(arguments, dict | list):
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         if self._wants_object and isinstance(arguments, str):

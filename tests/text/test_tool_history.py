@@ -114,6 +114,16 @@ def test_calls_of_any_shape_are_left_to_the_template(checkpoint: Callable[..., P
         assert text == "<assistant>" + json.dumps(calls)
 
 
+@pytest.mark.parametrize("missing", [{}, {"arguments": None}])
+def test_a_call_without_arguments_has_none(checkpoint: Callable[..., Path], missing: dict[str, Any]) -> None:
+    """For templates that iterate over them, too."""
+    written = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in "
+    written += "c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %};{% endfor %}{% endfor %}"
+    template = ChatTemplate.open(checkpoint(chat_template=written))
+    called = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", **missing}}]}]
+    assert template.render(called, add_generation_prompt=False) == "now;"
+
+
 def test_ids_are_short_where_the_template_takes_no_others(checkpoint: Callable[..., Path]) -> None:
     """As Mistral's do. The id of a result is its call's, and an id of the right form stays."""
     checked = "{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }}"

@@ -57,7 +57,9 @@ MAX_VALUES = 2**20
 MISSING = re.compile(r"Object missing required field `(.*)`")
 PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?((\w*).*)`", re.DOTALL)
 """The message, whether it concerns a key, the path, and the top-level field."""
-
+PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Surrogates in JSON: a pair is a character, and a half of one is none."""
 
 NULL = msgspec.Raw(b"null")
 
@@ -103,7 +105,12 @@ def _decoded(data: bytes, kind: type[Kind]) -> tuple[Kind, list[tuple[str, str]]
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+        why = (
+            "a text has half of a surrogate pair, as of an emoji cut in two"
+            if HALF_PAIR.search(PAIR.sub(b"", data))
+            else error
+        )
+        raise ApiError(400, f"The body is not JSON: {why}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
     for name in kept:

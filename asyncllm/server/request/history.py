@@ -79,11 +79,26 @@ def _message(message: dict[str, Any]) -> Message:
         # OpenAI's older form of one call.
         del kept["function_call"]
         kept["tool_calls"] = [{"type": "function", "function": call}]
-    if role == "assistant" and kept.get("content") is None and "tool_calls" not in kept:
+    says_nothing = role in ("tool", "function") or (role == "assistant" and "tool_calls" not in kept)
+    if says_nothing and kept.get("content") is None:
         kept["content"] = ""
     if isinstance(content := kept.get("content"), list):
+        thoughts = [thought for part in content if role == "assistant" and (thought := _thought(part)) is not None]
+        if thoughts:
+            kept.setdefault("reasoning_content", "".join(thoughts))
+            content = [part for part in content if _thought(part) is None]
         kept["content"] = [_part(part) for part in content]
     return kept
+
+
+def _thought(part: Any) -> str | None:
+    """Return the text of a part that is reasoning, as in Mistral's API and in vLLM; None for any other part."""
+    if not isinstance(part, dict) or part.get("type") != "thinking":
+        return None
+    inner = part.get("thinking")
+    pieces = inner if isinstance(inner, list) else [inner]
+    texts = [piece.get("text") if isinstance(piece, dict) else piece for piece in pieces]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _part(part: Any) -> Any:

@@ -176,3 +176,14 @@ class TestPacked:
             assert (await wire.answer()).status == 400
         assert len(unpackers) == 1
         assert threading.get_ident() not in unpackers
+
+
+@pytest.mark.parametrize("text", [r"\ud83d", r"\ude00", r"\ud83d\ude00\ud83d", r"\uD83D\ud83d\uDE00"])
+async def test_half_a_surrogate_pair_is_named(text: str) -> None:
+    """As programs send it that cut a text in the middle of an emoji."""
+    async with serving(FakeEngine()) as served:
+        for content, status in ((text, 400), (r"\ud83d\ude00", 200)):
+            body = b'{"messages": [{"role": "user", "content": "%b"}]}' % content.encode()
+            async with served.http.post(served.url + CHAT, data=body, headers=JSON) as response:
+                assert response.status == status
+                assert status == 200 or "surrogate pair" in (await response.json())["error"]["message"]

@@ -50,6 +50,26 @@ async def ids(served: Served, *messages: dict[str, Any]) -> Any:
         ),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
         ({"role": "assistant", "content": "pong", "reasoning": "hm"}, {"content": "pong", "reasoning_content": "hm"}),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "pong"}],
+            },
+            {"content": "pong", "reasoning_content": "hm"},
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
+                "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+            },
+            {
+                "content": "",
+                "reasoning_content": "hm",
+                "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+            },
+        ),
+        ({"role": "tool", "tool_call_id": "a", "content": None}, {"role": "tool", "tool_call_id": "a", "content": ""}),
         ({"role": "developer", "content": "be brief"}, {"role": "system", "content": "be brief"}),
         ({"role": "function", "name": "add", "content": "42"}, {"role": "tool", "name": "add", "content": "42"}),
         (
