@@ -65,7 +65,7 @@ from asyncllm.ranks.messages import (
     encode,
     encode_pixels,
 )
-from asyncllm.ranks.process import RankProcess
+from asyncllm.ranks.process import RankProcess, above_streams
 from asyncllm.ranks.shared_tensors import TensorHeader, share_tensors
 from asyncllm.ranks.step_images import LatestPixels, without_pixels
 from asyncllm.text.grammars.bridge import CompiledGrammar
@@ -172,7 +172,9 @@ class RankExecutor:
         assert self._loop is not None
 
         def start_all() -> None:
-            rendezvous = os.memfd_create("asyncllm-rendezvous", os.MFD_CLOEXEC) if self.num_ranks > 1 else None
+            rendezvous = None
+            if self.num_ranks > 1:
+                rendezvous = above_streams(os.memfd_create("asyncllm-rendezvous", os.MFD_CLOEXEC))
             try:
                 for rank in range(self.num_ranks):
                     self._processes.append(RankProcess(rank, num_ranks=self.num_ranks, rendezvous=rendezvous))

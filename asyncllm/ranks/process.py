@@ -8,6 +8,7 @@ milliseconds.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["RankProcess", "rank_environment"]
+__all__ = ["RankProcess", "above_streams", "rank_environment"]
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from asyncllm.ranks.rank import main; main({descriptor}, {parent})"
 
@@ -41,13 +42,15 @@ class RankProcess:
         self.rank = rank
         self.end, theirs = socket.socketpair()
         try:
-            with theirs:
+            with socket.socket(fileno=above_streams(theirs.detach())) as theirs:
                 descriptor = theirs.fileno()
                 program = _PROGRAM.format(path=sys.path, descriptor=descriptor, parent=os.getpid())
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", program],
                     pass_fds=[descriptor] if rendezvous is None else [descriptor, rendezvous],
                     stdin=subprocess.DEVNULL,
+                    stdout=_inherited(1),
+                    stderr=_inherited(2),
                     env=rank_environment(rank) if num_ranks > 1 else None,
                     process_group=0,  # Ctrl-C is for the parent.
                 )
@@ -98,6 +101,24 @@ class RankProcess:
         status = self._process.returncode
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"rank {self.rank} (process {self.pid}) {how}"
+
+
+def above_streams(descriptor: int) -> int:
+    """Return the file behind a descriptor under a number that is none of the standard streams of a child, and close the
+    old one, which is one of them if this process has closed its own."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
+
+
+def _inherited(stream: int) -> int | None:
+    """Return None for a standard stream that a child inherits, and DEVNULL for one that this process has closed."""
+    try:
+        inherited = os.get_inheritable(stream)
+    except OSError:
+        inherited = False
+    return None if inherited else subprocess.DEVNULL
 
 
 def rank_environment(rank: int) -> dict[str, str]:

@@ -209,3 +209,30 @@ async def test_a_rank_does_not_outlive_its_parent_which_needs_no_torch(folders: 
         os.close(rank)
     await process.stdout.read()
     assert has_torch == b"False"
+
+
+STREAMLESS = """
+import asyncio, os, sys
+from pathlib import Path
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+
+async def main():
+    config = EngineConfig(device_type="cpu", num_gpu_blocks=64, max_batch_size=8, tp=2)
+    async with AsyncEngine(sys.argv[1], config) as engine:
+        response = await engine.generate("Hi", GenerationConfig(max_new_tokens=2, ignore_eos=True))
+        Path(sys.argv[2]).write_text(str(response.generate_token_len))
+
+for stream in (0, 1, 2):
+    os.close(stream)
+asyncio.run(main())
+"""
+
+
+async def test_ranks_of_a_program_without_standard_streams(folders: list[Path], tmp_path: Path) -> None:
+    """As some daemons are; the numbers are then those of other files."""
+    answer = tmp_path / "answer"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STREAMLESS, str(folders[0]), str(answer), cwd=Path(__file__).parents[2]
+    )
+    await asyncio.wait_for(process.wait(), 60)
+    assert answer.read_text() == "2"
