@@ -59,6 +59,14 @@ _WITH_HEAD, _WITHOUT_HEAD = ("ForCausalLM", "LMHeadModel"), "Model"
 """Endings of the class names of one decoder: Qwen3ForCausalLM or GPT2LMHeadModel, Qwen3Model or GPT2Model."""
 
 
+_WRITTEN_AS: Mapping[tuple[str, str], str] = {
+    ("exaone", "LlamaForCausalLM"): "ExaoneForCausalLM",
+    ("sarvam_moe", "Glm4MoeForCausalLM"): "SarvamMoEForCausalLM",
+}
+"""(model_type, class) -> the class that published files name, where transformers 5.24 names another in files whose
+tensors have the published names."""
+
+
 def register(*architectures: str, **models: str) -> Callable[[Family], Family]:
     """Decorate a family that serves checkpoints whose config.json names one of `architectures`, or of `models`, each
     with the models that use it. Raises ValueError for a name that another family has."""
@@ -245,6 +253,7 @@ def _configure(
         raise InvalidCheckpoint(
             f"{hf.source}: architectures must be a list of names, for example ['LlamaForCausalLM']. Correct the file."
         )
+    names = [_WRITTEN_AS.get((str(hf.fields.get("model_type")), name), name) for name in names]
 
     def completed(config: ModelConfig) -> ModelConfig:
         named = hf.fields.get("id2label")

@@ -97,3 +97,20 @@ def test_tensors_as_transformers_has_them_in_memory(tmp_path: Path, family: str)
     ]
     assert parameters[0].keys() == parameters[1].keys()
     assert all(torch.equal(tensor, parameters[1][name]) for name, tensor in parameters[0].items())
+
+
+@pytest.mark.parametrize(("family", "written"), [("exaone", "LlamaForCausalLM"), ("sarvam_moe", "Glm4MoeForCausalLM")])
+def test_classes_of_other_families_in_files_of_transformers(tmp_path: Path, family: str, written: str) -> None:
+    """Version 5.24 has no class of its own for these, and writes the tensors under the published names."""
+    file = build_checkpoint(family, tmp_path) / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    own = fields["architectures"]
+    words = {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "num_layers": "num_hidden_layers",
+    }
+    fields = {words.get(key, key): value for key, value in fields.items() if key != "auto_map"}
+    file.write_text(json.dumps({**fields, "architectures": [written]}))
+    model = open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    assert [model.config.architecture] == own
