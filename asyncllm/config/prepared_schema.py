@@ -26,6 +26,10 @@ FORMATS = {
 }
 """The formats of JSON Schema. Others, such as OpenAPI's `int32` and `password`, constrain nothing."""
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+"""What pydantic 2.12 writes for a Decimal. Grammars have no look-ahead, and it only asks for a digit."""
+PLAIN_DECIMAL = r"^[+-]?(\d+\.?\d*|\.\d+)$"
+
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 
 
@@ -56,6 +60,8 @@ def _respelled(schema: Any) -> Any:
             made[name] = int(made[name])
     if made.get("format", "") not in (*FORMATS, ""):
         del made["format"]
+    if made.get("pattern") == DECIMAL:
+        made["pattern"] = PLAIN_DECIMAL
     tag = made.get("discriminator")
     if isinstance(tag, Mapping) and isinstance(tag.get("propertyName"), str) and isinstance(made.get("oneOf"), list):
         # A tag with a default is optional in the schema; an answer without it would match every variant.

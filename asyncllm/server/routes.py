@@ -495,6 +495,8 @@ ROUTES: tuple[Route, ...] = (
         switch="disable_metrics",
     ),
     _HEALTH,
+    # SGLang's name.
+    replace(_HEALTH, path="/health_generate"),
     # SageMaker's name, with both methods, as in vLLM.
     replace(_HEALTH, path="/ping"),
     replace(_HEALTH, path="/ping", method="POST"),

@@ -58,6 +58,7 @@ def build_app(distributor: Distributor) -> web.Application:
         ("GET", "/health", own_routes.health),
         ("GET", "/health/live", own_routes.health),
         ("GET", "/health/ready", own_routes.ready),
+        ("GET", "/health_generate", own_routes.health),
         ("GET", "/ping", own_routes.health),
         ("POST", "/ping", own_routes.health),
         ("GET", "/load", own_routes.load),

@@ -43,6 +43,7 @@ GROUPS = {
     "v1": "Answers and models",
     "api": "Ollama",
     "health": "Watching",
+    "health_generate": "Watching",
     "is_sleeping": "Watching",
     "is_paused": "Watching",
     "server_info": "Watching",

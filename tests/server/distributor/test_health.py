@@ -125,7 +125,7 @@ async def test_a_node_that_refuses_checks_is_told_in_the_log(caplog: pytest.LogC
 async def test_health_routes() -> None:
     node = FakeNode()
     async with distributing(node, api_keys=["k"]) as served:
-        for path in ("/health", "/health/live", "/health/ready", "/ping"):
+        for path in ("/health", "/health/live", "/health/ready", "/ping", "/health_generate"):
             assert await served.get(path) == (200, {"status": "healthy", "nodes": 1, "ready": 1})
             async with served.http.head(served.url + path) as response:
                 assert response.status == 200

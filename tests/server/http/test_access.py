@@ -120,7 +120,14 @@ class TestKeys:
             resources = {route.resource.canonical for route in build_app(served.service).router.routes()}
             assert resources == {re.sub(r":[^}]*}", "}", route.path) for route in ROUTES}
             public = {(route.method, route.path) for route in ROUTES if route.auth is Auth.PUBLIC}
-            assert {path for _, path in public} == {"/", "/health", "/ping", "/health/live", "/health/ready"}
+            assert {path for _, path in public} == {
+                "/",
+                "/health",
+                "/health_generate",
+                "/ping",
+                "/health/live",
+                "/health/ready",
+            }
             paths = {re.sub(r"{.*?}", "fake", path) for path in resources}
             paths |= {"/", "/no/such/path", "/v1", "/admin", "/metrics", "/openapi.json", "/terminate"}
             paths |= {f"{path}/" for path in paths} | {f"/{path}" for path in paths} | {path.upper() for path in paths}

@@ -32,7 +32,8 @@ async def test_an_idle_server_is_well_however_long() -> None:
     async with serving(FakeEngine(), progress_timeout=0.05, api_keys=["secret"]) as served:
         await asyncio.sleep(0.2)
         assert [await ask(served, path) for path in ALL] == [(200, "healthy")] * 3
-        assert await ask(served, "/ping") == (200, "healthy")
+        for path in ("/ping", "/health_generate"):
+            assert await ask(served, path) == (200, "healthy")
         async with served.http.post(f"{served.url}/ping", headers={"Authorization": ""}) as answer:
             assert answer.status == 200
 
@@ -117,7 +118,7 @@ async def test_while_the_model_is_loaded_everything_answers_that_it_is_not_there
                 assert response.status == 503, path
                 assert 1 <= int(response.headers["Retry-After"]) <= 120
                 body = await response.json()
-                if path in (*ALL, "/ping"):
+                if path in (*ALL, "/ping", "/health_generate"):
                     assert body["status"] == "starting"
                 elif forms.get(path) == "anthropic":
                     assert body["error"]["type"] == "overloaded_error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from enum import Enum
 from pathlib import Path
@@ -352,6 +353,17 @@ def test_nullable_allows_null(compiler: GrammarCompiler) -> None:
     spec = schema_spec({"type": "integer", "nullable": True})
     assert takes(compiler, spec, "null")
     assert takes(compiler, spec, "3")
+
+
+def test_the_decimals_of_pydantic_are_held_to_their_pattern(compiler: GrammarCompiler) -> None:
+    """It has a look-ahead, which grammars have not."""
+    pattern = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+    spec = schema_spec({"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": pattern}]})
+    for text in ("true", '"3"', '"-0.5"', '"+.5"', '"12."', '"0012.50"'):
+        assert takes(compiler, spec, text), text
+        assert text == "true" or re.match(pattern, text.strip('"'))
+    for text in ('""', '"-"', '"."', '"-.+"', '"1.2.3"', '"a"'):
+        assert not takes(compiler, spec, text), text
 
 
 def test_what_stands_at_no_schemas_place_is_left(compiler: GrammarCompiler) -> None:
