@@ -192,9 +192,10 @@ def _max_position(config: EngineConfig, model: ModelConfig) -> int:
     if config.session_len is None:
         return limit
     if config.session_len > limit and model.dynamic_rope_from is None:
-        if model.rope is None or model.position_offset is not None or model.bounded:
+        if model.rope is None or model.position_offset is not None or model.beyond:
+            more = f", beyond which {model.beyond}, which is not implemented" if model.beyond else ""
             raise InvalidParameter(
-                f"session_len is {config.session_len}, but the model has {limit} positions. Lower session_len.",
+                f"session_len is {config.session_len}, but the model has {limit} positions{more}. Lower session_len.",
                 "session_len",
             )
         logger.warning(

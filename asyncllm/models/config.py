@@ -297,7 +297,7 @@ class HFConfig:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "max_position": trained,
-            "bounded": self.fields.get("dual_chunk_attention_config") is not None,
+            "beyond": self._beyond_chunks(),
             "dtype": self._dtype(),
             "norm_eps": self.number("rms_norm_eps", norm_eps, positive=False),
             "tied": self.flag("tie_word_embeddings", tied),
@@ -342,6 +342,10 @@ class HFConfig:
         if name not in DTYPES:
             self.unsupported(key, f"Supported: {', '.join(DTYPES)}.")
         return DTYPES[name]
+
+    def _beyond_chunks(self) -> str:
+        chunked = self.fields.get("dual_chunk_attention_config") is not None
+        return "queries attend to chunks of tokens (dual_chunk_attention_config)" if chunked else ""
 
     def _whole_chunk(self, trained: int) -> int:
         """Return how many of `trained` positions chunked attention (Qwen's models for a million tokens) leaves

@@ -35,4 +35,5 @@ class DeepseekV32(DeepseekV3):
             hf.unsupported("index_topk", "Dynamic rotary scaling asks for contexts beyond it. Leave the scaling out.")
         # Beyond this number of tokens, queries attend to a selection only.
         chosen = hf.integer("index_topk", 2048, maximum=MAX_POSITION)
-        return msgspec.structs.replace(config, max_position=min(config.max_position, chosen), bounded=True)
+        beyond = "each query attends to those tokens alone that an index chooses (index_topk)"
+        return msgspec.structs.replace(config, max_position=min(config.max_position, chosen), beyond=beyond)

@@ -66,8 +66,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_position: int
     """Number of positions that training and rotary scaling allow."""
-    bounded: bool = False
-    """Whether the model attends in another way beyond `max_position`, which is not implemented."""
+    beyond: str = ""
+    """What the model does beyond `max_position`, for messages, if it is not implemented."""
     dtype: str
     """The checkpoint's dtype: float32, bfloat16 or float16; empty if config.json does not say, until `registry` fills
     it in."""

@@ -480,8 +480,8 @@ def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, ke
 def test_contexts_end_with_the_first_chunk(tmp_path: Path) -> None:
     chunks = {"dual_chunk_attention_config": {"chunk_size": 64}}
     config = read(tmp_path, chunks, tiny("Qwen2ForCausalLM"))
-    assert (config.max_position, config.bounded) == (64, True)
-    assert not read(tmp_path, {}, tiny("Qwen2ForCausalLM")).bounded
+    assert (config.max_position, "dual_chunk" in config.beyond) == (64, True)
+    assert not read(tmp_path, {}, tiny("Qwen2ForCausalLM")).beyond
 
 
 def test_axes_of_qwen3_5_are_those_of_its_files(tmp_path: Path) -> None:
@@ -544,8 +544,8 @@ def test_heads_of_gemma_have_256_features_in_all_layers(tmp_path: Path, architec
 def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
     longer = {"max_position_embeddings": 163840}
     config = read(tmp_path, longer, tiny(architecture))
-    assert (config.max_position, config.bounded) == (256, True)
-    assert not read(tmp_path, longer, tiny("DeepseekV3ForCausalLM")).bounded
+    assert (config.max_position, "index_topk" in config.beyond) == (256, True)
+    assert not read(tmp_path, longer, tiny("DeepseekV3ForCausalLM")).beyond
     assert read(tmp_path, {**longer, "index_topk": ABSENT}, tiny(architecture)).max_position == 2048
     with pytest.raises(UnsupportedModel, match=r"index_topk = 256.*Leave the scaling out"):
         read(tmp_path, longer, tiny(architecture), rope_scaling_factor=2.0)
