@@ -67,7 +67,7 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     ] = None
     max_prompts: Annotated[
         int, Meta(ge=1, le=65536, description="Maximum number of prompts or inputs per request.")
-    ] = 256
+    ] = 1024
     max_choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Maximum number of answers per prompt.")] = 16
     max_sessions: Annotated[
         int, Meta(ge=1, le=MAX_COUNT, description="Maximum number of conversations that /v1/chat/interactive stores.")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncllm import types
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.http.responses import json_response
+from asyncllm.server.http.responses import built_response, encoded_alone
 from asyncllm.server.openai.inputs import pooled_inputs
 from asyncllm.server.openai.requests import EmbeddingRequest
 from asyncllm.server.openai.responses import Embedding, EmbeddingResponse, EmbeddingUsage
@@ -45,15 +45,17 @@ async def embeddings(request: web.Request) -> web.Response:
     )
     vectors: Sequence[types.Embedding] = found if isinstance(found, list) else [found]
     tokens = sum(each.input_token_len for each in vectors)
-    answer = EmbeddingResponse(
-        data=[
-            Embedding(index=index, embedding=_packed(each.values) if body.encoding_format == "base64" else each.values)
+    packs = body.encoding_format == "base64"
+
+    def build() -> EmbeddingResponse:
+        data = [
+            encoded_alone(Embedding(index=index, embedding=_packed(each.values) if packs else each.values))
             for index, each in enumerate(vectors)
-        ],
-        model=body.model or service.engine.model_name,
-        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
-    )
-    return json_response(answer)
+        ]
+        usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+        return EmbeddingResponse(data=data, model=body.model or service.engine.model_name, usage=usage)
+
+    return await built_response(service.engine, build, sum(len(each.values) for each in vectors))
 
 
 def _packed(values: Sequence[float]) -> str:

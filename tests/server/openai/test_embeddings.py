@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
+from typing import Any
 
 import openai
 import pytest
 
+from asyncllm.server.openai import embeddings
 from asyncllm.testing import FakeEngine
 from tests.server.serving import serving
 
@@ -80,3 +83,23 @@ async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(
         async with served.openai() as client:
             with pytest.raises(openai.NotFoundError):
                 await client.embeddings.create(model="other", input="abc")
+
+
+async def test_many_texts_are_written_down_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LangChain sends 1,000 at a time."""
+    threads: set[str] = set()
+    original = embeddings.encoded_alone
+
+    def encoded(part: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return original(part)
+
+    monkeypatch.setattr(embeddings, "encoded_alone", encoded)
+    async with serving(FakeEngine()) as served:
+        status, answer = await served.post("/v1/embeddings", {"input": ["ab"] * 1000})
+        assert status == 200, answer
+        assert [each["index"] for each in answer["data"]] == list(range(1000))
+        assert threading.current_thread().name not in threads
+        _, small = await served.post("/v1/embeddings", {"input": "ab"})
+    assert small["data"][0] == answer["data"][0]
+    assert threading.current_thread().name in threads
