@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 
 from aiohttp import web
 
+from asyncllm.server.anthropic.models import asks_for_anthropic
 from asyncllm.server.http.access import KEY, Auth
 from asyncllm.server.http.entrance import REQUEST_ID, add_headers, expect_nothing, give_id
 from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
@@ -56,6 +57,9 @@ async def _measure(app: web.Application) -> AsyncIterator[None]:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     add_headers(request, response, service_of(request).access)
+    if _error_format(request, request.app[TABLE].get(request.match_info.route)) == "anthropic":
+        # Its client reads the id from there.
+        response.headers["request-id"] = request.get(REQUEST_ID, "")
     if ignored := request.get(IGNORED):
         response.headers["X-Ignored-Fields"] = named_in_a_header(ignored)
 
@@ -118,7 +122,7 @@ async def _answer(
                 await send(request, response, service.config.write_timeout)
                 return response
     except Exception as error:
-        response = as_api_error(error).response(_error_format(service, route))
+        response = as_api_error(error).response(_error_format(request, route))
     await send(request, response, service.config.write_timeout)
     return response
 
@@ -138,8 +142,10 @@ async def _answered(
             answer = as_api_error(error, request.get(PROMPT_FIELD, "messages"), request.get(FORM_FIELD, FORM))
         # aiohttp keeps the error that it raises for paths without a route, whose traceback would keep the request.
         error.__traceback__ = None
-        return answer.response(_error_format(service, route))
+        return answer.response(_error_format(request, route))
 
 
-def _error_format(service: Service, route: Route | None) -> ErrorFormat:
-    return service.config.error_format if route is None or route.errors is None else route.errors
+def _error_format(request: web.Request, route: Route | None) -> ErrorFormat:
+    if route is not None and route.errors is not None:
+        return route.errors
+    return "anthropic" if asks_for_anthropic(request) else service_of(request).config.error_format

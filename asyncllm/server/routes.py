@@ -107,6 +107,7 @@ from asyncllm.server.openai.scores import classify, pooling, rerank, score
 from asyncllm.server.responses.create import InputTokens, ResponseObject, count_input_tokens, create_response
 from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
 from asyncllm.server.responses.stored import (
+    LISTING,
     DeletedResponse,
     InputItems,
     cancel_response,
@@ -302,6 +303,7 @@ ROUTES: tuple[Route, ...] = (
         handler=list_input_items,
         auth=Auth.KEY,
         work=False,
+        query=LISTING,
         answer=InputItems,
     ),
     Route(

@@ -19,6 +19,7 @@ from asyncllm.server.service import service_of
 from asyncllm.server.sse import HEADERS, SSE
 
 __all__ = [
+    "LISTING",
     "DeletedResponse",
     "InputItems",
     "cancel_response",
@@ -129,10 +130,41 @@ async def delete_response(request: web.Request) -> web.StreamResponse:
     return json_response(DeletedResponse(id=response_id))
 
 
+LISTING: dict[str, Any] = {
+    "order": {"type": "string", "enum": ["desc", "asc"], "default": "desc"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "after": {"type": "string"},
+}
+
+
 async def list_input_items(request: web.Request) -> web.StreamResponse:
-    """List the input items of a kept response, newest first, without earlier turns."""
+    """List the input items of a kept response, newest first unless `order` is asc, without earlier turns: `limit` of
+    them behind the one whose id is `after`."""
     service, response_id = service_of(request), request.match_info["response_id"]
     found = service.background.find(request[KEY], response_id) or service.responses.get(request[KEY], response_id)
-    items = found.input_items[::-1]
+    order, limit, after = (request.query.get(name, each.get("default")) for name, each in LISTING.items())
+    if order not in LISTING["order"]["enum"]:
+        raise ApiError(400, "order is asc or desc.", code="invalid_value", param="order")
+    count = int(limit) if str(limit).isascii() and str(limit).isdigit() and len(str(limit)) < 4 else 0
+    if not 1 <= count <= 100:
+        raise ApiError(400, "limit is a number from 1 to 100.", code="invalid_value", param="limit")
+    items = found.input_items if order == "asc" else found.input_items[::-1]
     ids = [item["id"] for item in items]
-    return json_response(InputItems(data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None))
+    if after is not None and after not in ids:
+        raise ApiError(400, f"The response has no input item {after[:64]!r}.", code="invalid_value", param="after")
+    begin = 0 if after is None else ids.index(after) + 1
+    shown = [_listed(item) for item in items[begin : begin + count]]
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    more = begin + count < len(items)
+    return json_response(InputItems(data=shown, first_id=ends[0], last_id=ends[1], has_more=more))
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item in the form of OpenAI's lists, where a message has its text in parts."""
+    text = item.get("content")
+    if item.get("type", "message") != "message" or not isinstance(text, str):
+        return item
+    part: dict[str, Any] = {"type": "input_text", "text": text}
+    if item.get("role") == "assistant":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "status": "completed", **item, "content": [part]}

@@ -269,3 +269,18 @@ async def test_models_are_listed_in_its_form() -> None:
         assert status == 200
         assert (own["first_id"], own["last_id"], own["has_more"]) == ("fake", "fake", False)
         assert [(each["id"], each["type"]) for each in own["data"]] == [("fake", "model")]
+
+
+async def test_answers_and_errors_of_every_route_have_the_clients_form() -> None:
+    """It reads a request's id from a header of its own, and finds the models on OpenAI's route."""
+    async with serving(FakeEngine("Yes")) as served, client_of(served) as client:
+        answer = await client.messages.create(model="fake", max_tokens=5, messages=HI)
+        assert answer._request_id
+        for call in (client.models.retrieve("other"), client.messages.batches.list()):
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await call
+            assert caught.value.body["type"] == "error"
+            assert caught.value.body["error"]["type"] == "not_found_error"
+            assert caught.value.request_id
+        async with served.http.get(f"{served.url}/v1/models") as response:
+            assert "request-id" not in response.headers

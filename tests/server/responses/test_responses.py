@@ -206,6 +206,36 @@ async def test_reasoning_has_none() -> None:
         assert tokens.removesuffix("<eos>") == "Yes"
 
 
+async def test_input_items_are_listed_page_by_page() -> None:
+    """Each message with its text in parts, as clients read it."""
+    roles = ("user", "assistant", "user", "assistant", "user")
+    said = [{"role": role, "content": f"text {number}"} for number, role in enumerate(roles)]
+    async with serving(FakeEngine("Yes")) as served, served.openai() as client:
+        response = await client.responses.create(model="fake", input=said)
+        listed = client.responses.input_items.list
+
+        def texts(items: Any) -> list[str]:
+            return [item.content[0].text for item in items]
+
+        page = await listed(response.id)
+        assert texts(page.data) == [f"text {number}" for number in (4, 3, 2, 1, 0)]
+        assert [item.content[0].type for item in page.data[:2]] == ["input_text", "output_text"]
+        assert texts((await listed(response.id, order="asc")).data) == [f"text {number}" for number in range(5)]
+        page = await listed(response.id, limit=2, after=page.data[0].id)
+        assert (texts(page.data), page.has_more) == (["text 3", "text 2"], True)
+        assert texts([item async for item in listed(response.id, limit=2)]) == [f"text {n}" for n in (4, 3, 2, 1, 0)]
+        bad: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"limit": 0}, "limit"),
+            ({"limit": 101}, "limit"),
+            ({"order": "up"}, "order"),
+            ({"after": "msg_0"}, "after"),
+        )
+        for options, param in bad:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await listed(response.id, **options)
+            assert caught.value.param == param
+
+
 async def test_items_of_kept_responses_may_be_referred_to() -> None:
     async with serving(FakeEngine({"Hi": "Hello", "So?": "Well."})) as served:
         _, first = await served.post("/v1/responses", {"input": "Hi"})
