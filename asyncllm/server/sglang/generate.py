@@ -3,6 +3,7 @@ text so far."""
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from asyncllm.server.openai.answers import ranked, size_of
 from asyncllm.server.openai.inputs import prompts_of
 from asyncllm.server.request.arguments import GENERATE_TOKENS, image_options, request_options, same_fields
 from asyncllm.server.request.decode import FORM_FIELD, PROMPT_FIELD
+from asyncllm.server.request.fields import ImageUrls
 from asyncllm.server.request.media import images_of
 from asyncllm.server.request.structure import sampling_format
 from asyncllm.server.service import Service, service_of
@@ -29,6 +31,8 @@ from asyncllm.types import Chunk, Response
 
 __all__ = ["generate_sglang", "is_sglang"]
 
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]{16,}={0,2}\s*")
+"""The beginning of an image in base64, and of no URL."""
 OWN = (
     *("text", "sampling_params", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
     *("rid", "lora_path"),
@@ -60,7 +64,7 @@ async def generate_sglang(request: web.Request, body: GenerateRequest) -> web.St
     params = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
     if len(params) != len(prompts):
         raise _refused("sampling_params", f"There are {len(prompts)} prompts and {len(params)} sampling_params.")
-    images = await images_of(request, body.image_data)
+    images = await images_of(request, _urls(body.image_data))
     if images and (several or not isinstance(prompts[0], str)):
         raise _refused("image_data", "image_data goes with one prompt of text.")
     form = _Form(body, [each or SamplingParams() for each in params], several, service)
@@ -122,6 +126,14 @@ def _prompts(body: GenerateRequest, service: Service) -> tuple[list[str | list[i
         )
     ids = body.input_ids or []
     return prompts_of(list(ids), service.config, "input_ids"), any(isinstance(each, list) for each in ids)
+
+
+def _urls(images: ImageUrls) -> ImageUrls:
+    """Return the URLs of images, which SGLang takes in base64 without a head too."""
+    given = images if isinstance(images, list) else [] if images is None else [images]
+    return [
+        f"data:;base64,{each}" if isinstance(each, str) and BASE64.fullmatch(each, 0, 64) else each for each in given
+    ]
 
 
 def _refused(param: str, message: str) -> ApiError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -138,3 +141,22 @@ async def test_bad_bodies(fields: dict[str, Any], param: str, status: int) -> No
         found, answer = await served.post("/generate", fields)
         assert (found, answer["error"]["param"]) == (status, param)
         served.engine.check_idle()
+
+
+@pytest.mark.one_loop
+async def test_an_image_may_be_base64_alone() -> None:
+    image = base64.b64encode((Path(__file__).parents[3] / "examples" / "shapes.png").read_bytes()).decode()
+    engine = AsyncEngine("tiny-vlm", EngineConfig(device_type="cpu", num_gpu_blocks=50))
+    async with serving(engine) as served:
+        body = {"text": "How many blue shapes are there?", "sampling_params": {"max_new_tokens": 3}}
+        answers = [
+            (await served.post("/generate", {**body, "image_data": given}))[1]
+            for given in (image, [image], f"data:image/png;base64,{image}")
+        ]
+        assert answers[0]["output_ids"] == answers[1]["output_ids"] == answers[2]["output_ids"]
+        assert {answer["meta_info"]["prompt_tokens"] for answer in answers} == {
+            answers[0]["meta_info"]["prompt_tokens"]
+        }
+        _, plain = await served.post("/generate", body)
+        assert answers[0]["meta_info"]["prompt_tokens"] > plain["meta_info"]["prompt_tokens"]
+        assert (await served.post("/generate", {**body, "image_data": "/etc/passwd"}))[0] == 400
