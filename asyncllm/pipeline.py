@@ -328,9 +328,9 @@ class Pipeline:
         """Name -> path of the LoRA adapters that prompts may name."""
         return self._engine.adapters
 
-    def load_adapter(self, name: str, path: str) -> None:
+    def load_adapter(self, name: str, path: str | PathLike[str], *, replace: bool = False) -> None:
         """Load a LoRA adapter; see `AsyncEngine.load_adapter`."""
-        self._loop.call(self._engine.load_adapter(name, path))
+        self._loop.call(self._engine.load_adapter(name, path, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; see `AsyncEngine.unload_adapter`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
 from asyncllm.config.lmdeploy_settings import ENGINES
@@ -260,6 +262,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub.")] = None
 
+    def __post_init__(self) -> None:
+        for name in ("adapters", "qos_config_path", "plugin", "download_dir"):
+            msgspec.structs.force_setattr(self, name, _as_text(getattr(self, name)))
+
     @classmethod
     def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         own = super().own_fields(fields)
@@ -329,6 +335,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             raise InvalidParameter("lora_host_mb is for adapters: set adapters or max_loras too.", "lora_host_mb")
         if 0 < self.rope_scaling_factor < 1:
             raise InvalidParameter("rope_scaling_factor must be 0 (off) or at least 1.", "rope_scaling_factor")
+
+
+def _as_text(value: Any) -> Any:
+    """Return a setting with texts in place of pathlib's paths."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {name: _as_text(each) for name, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list) else value
 
 
 def check_adapter_name(name: Any, param: str) -> None:

@@ -477,7 +477,7 @@ class AsyncEngine:
         """Name -> path of the LoRA adapters that requests may name."""
         return self._lifecycle.adapters.paths
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
         """Load a LoRA adapter in PEFT's format, from a folder or the hub, for requests with `adapter_name=name`.
 
         Reading the adapter does not delay running steps. The name must be free, unless `replace` is True: then the old
@@ -489,8 +489,9 @@ class AsyncEngine:
         loop = self.running()
         if name == self.model_name:
             raise InvalidParameter(f"{name!r} is the model's own name. Choose another.", "name")
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(path, str):
-            raise InvalidParameter(f"path must be a str, not {type(path).__name__}.", "path")
+            raise InvalidParameter(f"path must be a folder or a hub id, not {type(path).__name__}.", "path")
         adapter = loop.adapters.begin(name, path, replace=replace)
         try:
             folder = adapter.path = await self._lifecycle.files.find_adapter(path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, pipeline
 from asyncllm.engine.schedule.adapter_slots import Adapter, AdapterSlots
 from asyncllm.errors import (
     DeadlineExceeded,
@@ -232,6 +232,22 @@ async def test_what_cannot_be_loaded_is_refused(folders: dict[str | None, Path],
         with pytest.raises(InvalidParameter, match="'x'"):
             await engine.unload_adapter("x")
         await engine.load_adapter("x", str(folders["a"]))
+
+
+async def test_folders_may_be_paths(folders: dict[str | None, Path]) -> None:
+    async with engine_of(folders[None], adapters={"a": folders["a"]}, max_lora_rank=18) as engine:
+        before = await answers(engine, "a")
+        await engine.load_adapter("a", folders["b"], replace=True)
+        assert engine.adapters == {"a": str(folders["b"])}
+        assert await answers(engine, "a") != before
+
+
+def test_a_pipeline_replaces_adapters(folders: dict[str | None, Path]) -> None:
+    config = EngineConfig(device_type="cpu", max_loras=1, max_lora_rank=18)
+    with pipeline(str(folders[None]), backend_config=config) as pipe:
+        pipe.load_adapter("a", folders["a"])
+        pipe.load_adapter("a", folders["b"], replace=True)
+        assert pipe.adapters == {"a": str(folders["b"])}
 
 
 async def test_an_unloaded_adapter_goes_with_its_last_request() -> None:
