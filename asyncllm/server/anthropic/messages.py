@@ -21,6 +21,7 @@ from asyncllm.server.openai.answers import arguments_of, size_of
 from asyncllm.server.request.arguments import request_options, sampled_config
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
+from asyncllm.server.request.structure import only_format
 from asyncllm.server.service import service_of
 from asyncllm.server.sse import SSE, event, stream
 from asyncllm.types import Chunk, Response
@@ -71,9 +72,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     """Answer as Anthropic's Messages API does."""
     service = service_of(request)
     body = await read_request(request, MessagesRequest)
-    output = body.output_config
+    form = None if body.output_config is None else body.output_config.format
     fields: dict[str, Any] = {"max_new_tokens": body.max_tokens}
-    fields["response_format"] = None if output is None else output.format
+    fields["response_format"] = only_format(None, ("output_config", form), ("output_format", body.output_format))
     if body.stop_sequences:
         fields["stop_words"] = body.stop_sequences
     generation = service.engine.generate(

@@ -58,6 +58,8 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: ToolChoiceOptions | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
+    output_format: dict[str, Any] | None = None
+    """The form of the answer, which is no part of the prompt."""
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: ImageOptions | None = None
 
@@ -74,6 +76,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
     tool_choice: ToolChoiceOptions | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
+    output_format: dict[str, Any] | None = None
+    """The name that `output_config.format` has in older clients."""
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: ImageOptions | None = None
     """Image preparation, as in chat completions."""

@@ -42,6 +42,7 @@ FORM_FIELDS = {
     **{name: name for name in ("json_schema", "regex", "ebnf", "grammar", "format")},
     "text": "text.format",
     "output_config": "output_config.format",
+    "output_format": "output_format",
 }
 PROMPT_FIELDS = ("input_ids", "messages", "prompt", "input", "tokens")
 

@@ -284,3 +284,25 @@ async def test_answers_and_errors_of_every_route_have_the_clients_form() -> None
             assert caught.value.request_id
         async with served.http.get(f"{served.url}/v1/models") as response:
             assert "request-id" not in response.headers
+
+
+@pytest.mark.one_loop
+async def test_the_form_of_the_answer_has_an_older_name() -> None:
+    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    form = {"type": "json_schema", "schema": schema}
+    async with serving(AsyncEngine("tiny-chat", EngineConfig(device_type="cpu", num_gpu_blocks=50))) as served:
+        body = {"messages": HI, "max_tokens": 40, "temperature": 0}
+        answers = []
+        for asked in ({"output_format": form}, {"output_config": {"format": form}}):
+            status, answer = await served.post("/v1/messages", {**body, **asked})
+            assert status == 200, answer
+            answers.append(answer["content"][0]["text"])
+        assert answers[0] == answers[1]
+        assert isinstance(json.loads(answers[0])["days"], int)
+        assert (await served.post("/v1/messages/count_tokens", {"messages": HI, "output_format": form}))[0] == 200
+        both = {**body, "output_format": form, "output_config": {"format": form}}
+        status, answer = await served.post("/v1/messages", both)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        broken = {**body, "output_format": {"type": "json_schema"}}
+        _, answer = await served.post("/v1/messages", broken)
+        assert answer["error"]["message"].startswith("output_format has no schema")
