@@ -132,6 +132,15 @@ class TestByIdAndStep:
             assert again.history_token_len == 0
             assert engine.stats().sessions == 1
 
+    async def test_numbers_of_callers_are_not_those_of_other_sessions(self) -> None:
+        async with FakeEngine(ANSWERS) as engine, engine.session() as session:
+            await session.chat("one")
+            for number in range(10):
+                await engine.generate("two", session_id=number, sequence_end=False)
+            assert session.history == [("one", "first answer")]
+            assert not session.closed
+            assert engine.stats().sessions == 11
+
     async def test_a_refused_first_turn_begins_nothing(self) -> None:
         config = EngineConfig(session_len=200, max_batch_size=1, max_queued_requests=1)
         async with FakeEngine(ANSWERS, config) as engine:

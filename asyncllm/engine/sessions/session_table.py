@@ -20,6 +20,10 @@ from asyncllm.types import Response
 
 __all__ = ["Conversation", "SessionTable"]
 
+FIRST_OWN_ID = 2**31
+"""The first id that `new` gives: above those that callers choose for conversations of their own, which begin anew with
+`sequence_start=True` whatever had their id."""
+
 
 class Conversation:
     """States: idle or in a turn, until closed. Written by the turn that runs, and by `close`."""
@@ -164,7 +168,7 @@ class SessionTable:
         self._open: dict[int, Conversation] = {}
         self._preparing: dict[Delivery, int] = {}
         """Answers whose requests are not queued yet -> the session_id of their calls."""
-        self._next_id = 1
+        self._next_id = FIRST_OWN_ID
 
     def __len__(self) -> int:
         return len(self._open)

@@ -324,7 +324,7 @@ def budget_options(body: ChatRequest) -> RequestKeywords:
 
 def engine_session_id(request: web.Request, session_id: int) -> int:
     """Return the engine's id for a client's `session_id`; ids of different keys never collide."""
-    # The engine numbers sessions of its own program from 1, and a request without a key has index -1.
+    # The engine numbers sessions of its own program from 2**31, and a request without a key has index -1.
     return (request[KEY] + 2) * IDS_PER_KEY + session_id
 
 
