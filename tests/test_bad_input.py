@@ -322,6 +322,11 @@ class TestPrompts:
         with pytest.raises(InvalidMessage):
             ask(pipe, prompt, do_preprocess=False)
 
+    @pytest.mark.parametrize("input_ids", ["123", b"123", 5, Stranger()], ids=str)
+    def test_what_is_no_list_of_token_ids(self, pipe: FakePipeline, input_ids: Any) -> None:
+        with pytest.raises(InvalidParameter, match=r"Encode a text first, and pass input_ids\.tolist\(\) of a tensor"):
+            ask(pipe, input_ids=input_ids)
+
     @pytest.mark.parametrize(
         "input_ids",
         [[VOCAB], [-1], [1, 2**70], ["1"], [1.0], [True], [None], [[1]], "123", b"123", 5, {1: 2}, Stranger()],

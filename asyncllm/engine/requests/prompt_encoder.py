@@ -266,7 +266,11 @@ class PromptEncoder:
     def check_token_ids(self, token_ids: Sequence[int] | None, name: str = "input_ids") -> list[int]:
         """Return a copy of the ids as a list. Raises InvalidParameter unless all are in the vocabulary."""
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
-            raise InvalidParameter(f"{name} must be a list of token ids, not {type(token_ids).__name__}.", name)
+            raise InvalidParameter(
+                f"{name} must be a list of token ids, not {type(token_ids).__name__}. Encode a text first, and pass "
+                f"{name}.tolist() of a tensor or array.",
+                name,
+            )
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
             return list(token_ids)
         for token in token_ids:
