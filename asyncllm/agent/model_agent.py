@@ -138,8 +138,7 @@ class ModelAgent:
             times.lap("pool")
             self._graphs = self._capture()
             if self._streams.on_gpu:
-                for adapted in (False, True) if self._placement.adapters else (False,):
-                    warm_up_mlps(self.model, config.prefill_budget + config.max_batch_size, adapted=adapted)
+                self._warm_up_mlps(config)
         self.limits: Limits = opened.limits(
             num_blocks,
             config.tokens_per_block,
@@ -278,6 +277,11 @@ class ModelAgent:
             part.make_ready(graphs)
         self._streams.stream.synchronize()
         return graphs
+
+    def _warm_up_mlps(self, config: EngineConfig) -> None:
+        max_tokens = config.prefill_budget + config.max_batch_size
+        for adapted in (False, True) if self._placement.adapters else (False,):
+            warm_up_mlps(self.model, max_tokens, adapted=adapted, batch_invariant=config.batch_invariant)
 
     def _warm_up(self, max_tokens: int) -> None:
         """Run steps of all sizes with every option, so that nothing is compiled later on the event loop."""

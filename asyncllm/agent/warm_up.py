@@ -11,6 +11,7 @@ import torch
 from asyncllm import kernels
 from asyncllm.agent.device.graphs import StepGraphs
 from asyncllm.layers.layer import Layer
+from asyncllm.layers.lora import group_adapters
 from asyncllm.layers.step_inputs import Column, StepInputs
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.protocol import Batch, PrefillRow, SamplingParams, SlotStart
@@ -232,12 +233,25 @@ def mlp_sizes(max_tokens: int) -> list[int]:
 
 
 @torch.inference_mode()
-def warm_up_mlps(model: DecoderLM, max_tokens: int, *, adapted: bool = False) -> None:
-    """Compile the kernels of MLPs for steps of several prompts, which may have more tokens than one session."""
+def warm_up_mlps(model: DecoderLM, max_tokens: int, *, adapted: bool = False, batch_invariant: bool = False) -> None:
+    """Compile the kernels of MLPs, and those that group adapters, for steps of several prompts, which may have more
+    tokens than one session."""
     device = next(model.parameters()).device
     kinds: dict[type, Any] = {type(block.mlp): block.mlp for block in model.layers if block.mlp is not None}
     for size in mlp_sizes(max_tokens):
-        step = largest_step(0, [size], size, 1, caches=(), columns=model.step_columns, adapted=adapted, device=device)
+        step = largest_step(
+            0,
+            [size],
+            size,
+            1,
+            caches=(),
+            columns=model.step_columns,
+            batch_invariant=batch_invariant,
+            adapted=adapted,
+            device=device,
+        )
+        if adapted:
+            group_adapters(step)
         x = model.embed(step.input_ids, step)
         for mlp in kinds.values():
             mlp(x, step)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncllm import kernels
-from asyncllm.agent import open_model, prompt_outputs
+from asyncllm.agent import open_model, prompt_outputs, warm_up
 from asyncllm.agent.device.graphs import smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT
 from asyncllm.agent.model_agent import OUT_OF_MEMORY, ModelAgent
@@ -429,6 +429,16 @@ def test_mlps_are_warmed_up_beyond_the_longest_session(monkeypatch: pytest.Monke
     monkeypatch.setattr(GatedMLP, "forward", lambda mlp, x, step: (sizes.append(len(x)), forward(mlp, x, step))[1])
     warm_up_mlps(model, 70)
     assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 70], "of one layer"
+
+
+def test_adapters_are_grouped_as_in_the_largest_steps_while_warming_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch-invariant step groups all of its tokens, by a kernel for each power of two."""
+    grouped: list[int] = []
+    monkeypatch.setattr(
+        warm_up, "group_adapters", lambda step: grouped.append(step.batch_invariant and len(step.input_ids))
+    )
+    warm_up_mlps(tiny_llama(), 70, adapted=True, batch_invariant=True)
+    assert {1 << (size - 1).bit_length() for size in grouped} == {1, 2, 4, 8, 16, 32, 64, 128}
 
 
 def test_short_steps_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def fields_of(family: str) -> dict[str, Any]:
     return fields
 
 
-STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads")
+STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config")
 
 
 def is_recurrent(family: str) -> bool:
