@@ -286,7 +286,7 @@ def test_session_len_beyond_the_model_is_warned_about_with_the_numbers(caplog: p
     assert Driver(agent).generate(0, prompt, 1, chunk=64) == [int(plain_logits(model, prompt)[-1].argmax())]
 
 
-@pytest.mark.parametrize("change", [{"rope": None}, {"position_offset": 0}, {"bounded": True}])
+@pytest.mark.parametrize("change", [{"rope": None}, {"position_offset": 0}, {"beyond": "queries see chunks"}])
 def test_session_len_beyond_positions_that_end_is_refused(change: dict[str, Any]) -> None:
     model = tiny_llama()
     model.config = msgspec.structs.replace(model.config, **change)
