@@ -38,6 +38,9 @@ _IN_COMPLETIONS = "The route does not implement it. Leave it out, or use /v1/com
 _MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
+_VECTORS = "Vectors are float32, in base64 with the lowest byte first. Leave it out."
+_RENDERED = "It is for routes that render prompts, which are not implemented."
+_RANKS = "A request does not choose the rank that computes it. Leave it out."
 _ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """What Claude Code sends: the prompt keeps all reasoning."""
 _SPACES = "The tokenizer's own rule decides on spaces between special tokens, as with transformers' fast tokenizers."
@@ -111,6 +114,9 @@ NEUTRAL: Mapping[str, Neutral] = {
     "allowed_token_ids": Neutral("vLLM", (), _ELSEWHERE),
     "chat_template": Neutral("vLLM", (), "The server's owner chooses the template. Leave it out."),
     "documents": Neutral("vLLM", ([],), "Put the documents into a message."),
+    "ec_transfer_params": Neutral("vLLM", (), _DISAGGREGATION),
+    "embed_dtype": Neutral("vLLM", ("float32",), _VECTORS),
+    "endianness": Neutral("vLLM", ("native", "little"), _VECTORS),
     "early_stopping": Neutral("vLLM", (False,), _BEAMS),
     "guided_choice": Neutral("vLLM", (), _GRAMMAR),
     "guided_decoding_backend": Neutral("vLLM", None, "There is one back end."),
@@ -121,8 +127,14 @@ NEUTRAL: Mapping[str, Neutral] = {
     "include_reasoning": Neutral("vLLM", (True,), _REASONING),
     "kv_transfer_params": Neutral("vLLM", (), _DISAGGREGATION),
     "length_penalty": Neutral("vLLM", (1.0,), _BEAMS),
+    "logprob_token_ids": Neutral("vLLM", (), "The most likely tokens are listed. Send top_logprobs instead."),
     "logits_processors": Neutral("vLLM", ([],), _CODE),
     "prompt_embeds": Neutral("vLLM", (), "Prompts are texts or token ids."),
+    "repetition_detection": Neutral("vLLM", (), _LOOPS),
+    "return_mm_kwargs": Neutral("vLLM", (True, False), _RENDERED),
+    "return_prompt_text": Neutral("vLLM", (False,), "Send the messages to /tokenize, and its tokens to /detokenize."),
+    "return_token_offsets": Neutral("vLLM", (False,), _RENDERED),
+    "routed_experts_prompt_start": Neutral("vLLM", (0,), _EXPERTS),
     "return_tokens_as_token_ids": Neutral("vLLM", (False,), "The route sends no log-probabilities of tokens."),
     "structural_tag": Neutral("vLLM, SGLang", (), "Send response_format instead."),
     "structured_outputs": Neutral("vLLM", (), _GRAMMAR),
@@ -134,6 +146,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     ),
     "use_beam_search": Neutral("vLLM", (False,), "Beam search is not implemented. Ask for n answers instead."),
     "vllm_xargs": Neutral("vLLM", ({},), _CODE),
+    "watermarking": Neutral("vLLM", (False,), "Answers have no watermark. Leave it out."),
     # SGLang
     "bootstrap_host": Neutral("SGLang", (), _DISAGGREGATION),
     "bootstrap_port": Neutral("SGLang", (), _DISAGGREGATION),
@@ -141,21 +154,33 @@ NEUTRAL: Mapping[str, Neutral] = {
     "custom_labels": Neutral("SGLang", None, _RECORDS),
     "custom_logit_processor": Neutral("SGLang", (), _CODE),
     "custom_params": Neutral("SGLang", ({},), _CODE),
+    "data_parallel_rank": Neutral("SGLang", (), _RANKS),
+    "disagg_prefill_dp_rank": Neutral("SGLang", (), _RANKS),
     "ebnf": Neutral("SGLang", (), _GRAMMAR),
+    "extra_key": Neutral("SGLang", (), "Send cache_salt instead."),
+    "images_config": Neutral("SGLang", ({},), "Send mm_processor_kwargs instead."),
     "json_schema": Neutral("SGLang, llama.cpp", (), _GRAMMAR),
     "lora_path": Neutral("SGLang", (), _ADAPTERS),
+    "max_dynamic_patch": Neutral("SGLang", (), "Send mm_processor_kwargs instead."),
+    "min_dynamic_patch": Neutral("SGLang", (), "Send mm_processor_kwargs instead."),
+    "ngram_corpus_id": Neutral("SGLang", (), "Speculative decoding is not implemented. Leave it out."),
     "no_stop_trim": Neutral("SGLang", (False,), "Send include_stop_str_in_output instead."),
     "regex": Neutral("SGLang", (), _GRAMMAR),
     "return_cached_tokens_details": Neutral(
         "SGLang", (False,), "usage.prompt_tokens_details counts cached tokens. Leave it out."
     ),
     "return_hidden_states": Neutral("SGLang", (False,), _STATES),
+    "return_meta_info": Neutral("SGLang", (False,), "usage and finish_reason say it. Leave it out."),
+    "return_prompt_token_ids": Neutral("SGLang", (False,), "Send return_token_ids instead."),
     "rid": Neutral("SGLang", (), "Send request_id instead."),
+    "routed_dp_rank": Neutral("SGLang", (), _RANKS),
     "routed_experts_start_len": Neutral("SGLang", (0,), _EXPERTS),
     "separate_reasoning": Neutral("SGLang", (True, False), "Completions of raw text have no separate reasoning."),
     "session_params": Neutral("SGLang", (), "Sessions are those of /v1/chat/interactive. Leave it out."),
     "stop_regex": Neutral("SGLang", ([],), "Send stop with texts instead."),
     "stream_reasoning": Neutral("SGLang", (True,), "Reasoning is streamed as it is generated. Leave it out."),
+    "task": Neutral("SGLang", (), "A request does not choose a task. Leave it out."),
+    "use_audio_in_video": Neutral("SGLang", (False,), "Audio is not implemented. Leave it out."),
     # llama.cpp
     "cache_prompt": Neutral("llama.cpp", (True, False), _CACHES),
     "dry_allowed_length": Neutral("llama.cpp", (2,), _LOOPS),

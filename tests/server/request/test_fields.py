@@ -190,6 +190,17 @@ async def test_a_value_that_python_takes_for_a_neutral_one_is_refused() -> None:
             assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", name)
 
 
+async def test_what_newer_clients_send_with_its_default_is_taken() -> None:
+    vllm = {"repetition_detection": None, "return_prompt_text": False, "routed_experts_prompt_start": 0}
+    sglang = {"data_parallel_rank": None, "return_meta_info": False, "use_audio_in_video": False, "extra_key": None}
+    async with serving(FakeEngine({"ping": "pong"})) as served:
+        for path, body in PATHS.values():
+            await answer_to(served, path, body | vllm | sglang)
+            for field in ({"repetition_detection": {"max_pattern_size": 4}}, {"data_parallel_rank": 1}):
+                status, found = await served.post(path, body | field)
+                assert (status, found["error"]["code"]) == (400, "unsupported_parameter")
+
+
 @pytest.mark.parametrize("kind", PATHS)
 async def test_mistyped_values_are_taken_for_what_they_say(kind: type[OpenAIFields]) -> None:
     path, body = PATHS[kind]
