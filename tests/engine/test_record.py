@@ -1,7 +1,8 @@
-"""What observers are told of a request that has ended."""
+"""What observers are told of a request that has ended, and callbacks that fail."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -48,6 +49,36 @@ async def test_a_request_that_leaves_the_queue_was_never_admitted() -> None:
     left, answered = records
     assert (left.admitted, left.prefilled, left.finish_reasons, left.generated_tokens) == (None, None, ("abort",), 0)
     assert answered.finish_reasons == ("stop",)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), asyncio.CancelledError("mine")], ids=repr)
+async def test_failing_observers_harm_no_request(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(record: RequestRecord) -> None:
+        raise error
+
+    async with FakeEngine("answer") as engine:
+        engine.observers.append(fail)
+        responses = await asyncio.wait_for(asyncio.gather(*(engine.generate("Hi").response() for _ in range(3))), 10)
+        assert [response.text for response in responses] == ["answer"] * 3
+    assert caplog.text.count("An observer of ended requests failed.") == 3
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+async def test_a_failing_listener_harms_no_other_request(at_end: bool) -> None:
+    async with FakeEngine("x" * 50, delay_per_token=0.001) as engine:
+        other = asyncio.create_task(engine.generate("Hi").response())
+        heard = engine.generate("Hi", GenerationConfig(max_new_tokens=5))
+        await heard.start()
+
+        def fail() -> None:
+            if heard.ended or not at_end:
+                raise ValueError("mine")
+
+        heard.listen(fail)
+        with pytest.raises((RequestFailed, ValueError), match="mine"):
+            await heard
+        assert (await other).text == "x" * 50
+        engine.check_running()
 
 
 async def test_a_failure_is_a_reason_and_a_failing_observer_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:

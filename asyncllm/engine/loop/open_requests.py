@@ -180,7 +180,7 @@ class OpenRequests:
         for observer in self._observers:
             try:
                 observer(record)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 logger.exception("An observer of ended requests failed.")
 
 

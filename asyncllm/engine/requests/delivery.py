@@ -41,8 +41,7 @@ class Delivery:
         self.listener: Callable[[], None] | None = None
         """Called whenever the waiter would be woken, for readers of several answers."""
         self.taker: Callable[[Chunk], bool] | None = None
-        """Offered each chunk of a streamed answer if no earlier one waits. Returns whether it took the chunk. Must not
-        raise."""
+        """Offered each chunk of a streamed answer if no earlier one waits. Returns whether it took the chunk."""
         self.abandoned = False
         """Whether the reader has left. Written by the reader."""
         self.stop_asked = False
@@ -79,21 +78,21 @@ class Delivery:
         return self.streaming and self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` also goes to the
-        reader."""
+        """End the delivery, with an error for the reader if given. Idempotent. An error in `on_end` or `listener` also
+        goes to the reader."""
         if self.ended:
             return
         self.ended = True
         self._error = error
         on_end, self.on_end = self.on_end, None
-        if on_end is not None:
+        for call in (on_end, self._wake):
             try:
-                on_end()
+                if call is not None:
+                    call()
             except Exception as failure:
                 self._error = self._error or detached(failure)
         if self._end is not None:
             self._end.set()
-        self._wake()
         self.listener = self.taker = None
 
     def take(self) -> Chunk | None:

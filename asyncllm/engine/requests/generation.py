@@ -206,7 +206,8 @@ class Generation(Coroutine[Any, Any, Response]):
     def listen(self, listener: Callable[[], None], taker: Callable[[Chunk], bool] | None = None) -> None:
         """Call `listener` in the event loop whenever `poll` may have something new, until the request has ended.
 
-        `taker` is offered each chunk first, and returns True to keep it from `poll`. It must not raise.
+        `taker` is offered each chunk first, and returns True to keep it from `poll`. An error in either ends this
+        request alone, whose reader gets it.
         """
         if not self._delivery.ended:
             self._delivery.listener = listener
