@@ -174,7 +174,8 @@ class AsyncEngine:
         return self._lifecycle.running()
 
     async def wait_ended(self) -> Death | None:
-        """Wait until the engine has ended. Return why it died, or None if it was closed."""
+        """Wait until the engine has ended. Return why it died, or None if it was closed. Raises EngineClosed if it was
+        never started."""
         return await self._lifecycle.wait_ended()
 
     def generate(

@@ -193,8 +193,10 @@ class Lifecycle:
         return self._loop
 
     async def wait_ended(self) -> Death | None:
-        """Wait until a started engine has ended. Return why it died, or None if it was closed."""
-        assert self._loop is not None, "the engine was never started"
+        """Wait until a started engine has ended. Return why it died, or None if it was closed. Raises EngineClosed if
+        it was never started."""
+        if self._loop is None:
+            self._refuse()
         return await self._loop.wait_ended()
 
     async def close(self) -> None:

@@ -37,6 +37,8 @@ class TestStartAndClose:
         for name in ("tokenizer", "chat_template", "reply_format", "limits", "session_len"):
             with pytest.raises(EngineClosed, match="new"):
                 getattr(engine, name)
+        with pytest.raises(EngineClosed, match="new"):
+            await engine.wait_ended()
         async with engine:
             with pytest.raises(EngineError, match="started before"):
                 await engine.start()
