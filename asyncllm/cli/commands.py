@@ -41,6 +41,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
+    _open_missing_streams()
     _take_any_characters()
     parser = _parser()
     options = parser.parse(_spelled_out(sys.argv[1:] if arguments is None else arguments))
@@ -63,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.flush()
             except OSError:
                 _give_up(sys.stderr)
+
+
+def _open_missing_streams() -> None:
+    """Give a process without standard streams, such as a daemon, empty input and output that is dropped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the end
 
 
 def _take_any_characters() -> None:

@@ -79,6 +79,17 @@ class TestRun:
             answers.append(capsys.readouterr().out)
         assert answers[0] == answers[1] == answers[2]
 
+    def test_a_process_without_standard_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Input is empty and output is dropped."""
+        monkeypatch.setattr(sys.modules["asyncllm.pipeline"], "Pipeline", lambda *_: FakePipeline("answer"))
+        for name in ("stdin", "stdout", "stderr"):
+            monkeypatch.setattr(sys, name, None)
+        assert cli.main(["run", "fake", "hi"]) == 0
+        with pytest.raises(SystemExit):
+            cli.main(["run", "fake", "-"])
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.close()
+
     def test_a_terminal_of_few_characters(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
