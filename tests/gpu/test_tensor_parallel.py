@@ -49,6 +49,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [wide_checkpoint("llama", root / str(seed), seed=seed) for seed in (0, 1)]
 
 
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    return wide_checkpoint("qwen3_moe", tmp_path_factory.mktemp("wide") / "experts", **sizes)
+
+
 async def test_the_bundled_model_says_the_same() -> None:
     """In float32, in which near ties are rare, with each way to draw."""
     found = []
@@ -130,11 +136,10 @@ async def test_sleep_new_weights_and_adapters(folders: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-async def test_experts_are_divided_by_features_or_whole(tmp_path: Path, ep: int) -> None:
-    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-    folder, prompts, found = str(wide_checkpoint("qwen3_moe", tmp_path / "moe", **sizes)), random_prompts(9, 3, 90), []
+async def test_experts_are_divided_by_features_or_whole(experts_folder: Path, ep: int) -> None:
+    prompts, found = random_prompts(9, 3, 90), []
     for fields in ({}, {"tp": 2, "ep": ep}):
-        async with AsyncEngine(folder, device_config(dtype="float32", **fields)) as engine:
+        async with AsyncEngine(str(experts_folder), device_config(dtype="float32", **fields)) as engine:
             found.append([await engine.get_logits(prompt) for prompt in prompts])
             assert len((await answer_all(engine, prompts, GREEDY))[0].token_ids) == 24
     assert max(float((one - two).abs().max()) for one, two in zip(*found, strict=True)) < EXACT
