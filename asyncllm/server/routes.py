@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncllm.server.anthropic.messages import MessageObject, TokenCount, count_tokens, create_message
-from asyncllm.server.anthropic.models import ModelInfoList
-from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from asyncllm.server.docs.openapi import openapi_json
-from asyncllm.server.docs.page import docs
-from asyncllm.server.http.access import Auth
-from asyncllm.server.http.routing import Route
-from asyncllm.server.lmdeploy.administration import (
+from asyncllm.server.administration import (
     LEVEL,
     PAUSE,
     RESET,
@@ -31,6 +24,13 @@ from asyncllm.server.lmdeploy.administration import (
     terminate,
     wakeup,
 )
+from asyncllm.server.anthropic.messages import MessageObject, TokenCount, count_tokens, create_message
+from asyncllm.server.anthropic.models import ModelInfoList
+from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from asyncllm.server.docs.openapi import openapi_json
+from asyncllm.server.docs.page import docs
+from asyncllm.server.http.access import Auth
+from asyncllm.server.http.routing import Route
 from asyncllm.server.lmdeploy.generate import generate
 from asyncllm.server.lmdeploy.interactive import chat_interactive
 from asyncllm.server.lmdeploy.requests import (
