@@ -69,16 +69,21 @@ class ToolCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
     """JSON text as the model wrote it. It may violate the tool's schema, or be incomplete if the answer was cut."""
+    text_position: int = 0
+    """Number of characters of the answer's `text` that the model wrote before the call."""
 
 
 class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """A piece of a tool call. The first piece has the call's id and name; the pieces' arguments are concatenated."""
+    """A piece of a tool call. The first piece has the call's id, name and text_position; the pieces' arguments are
+    concatenated."""
 
     index: int
     """Index of the call within the answer. A call is complete before the next one begins."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    text_position: int = 0
+    """As in ToolCall; 0 in later pieces."""
 
 
 class Response(msgspec.Struct, kw_only=True):
@@ -149,7 +154,14 @@ class Response(msgspec.Struct, kw_only=True):
         self.reasoning += chunk.reasoning
         for piece in chunk.tool_calls:
             if piece.name is not None:
-                self.tool_calls.append(ToolCall(id=piece.id or "", name=piece.name, arguments=piece.arguments))
+                self.tool_calls.append(
+                    ToolCall(
+                        id=piece.id or "",
+                        name=piece.name,
+                        arguments=piece.arguments,
+                        text_position=piece.text_position,
+                    )
+                )
             else:
                 self.tool_calls[piece.index].arguments += piece.arguments
         self.reasoning_token_len = chunk.reasoning_token_len
@@ -194,7 +206,7 @@ class Chunk(Response, kw_only=True):
     """A piece of an answer: a Response with the new parts only. The concatenated `text` of a choice's chunks is the
     whole answer, byte for byte; lengths count from the beginning.
 
-    Within a chunk, reasoning comes before text, and text before tool calls. A token may arrive before its text, while a
+    Within a chunk, reasoning comes before the rest. A token may arrive before its text, while a
     character or a stop word is incomplete. Only the last chunk of a choice has a `finish_reason`, and only the first
     has `prompt_logprobs`.
     """

@@ -90,6 +90,25 @@ async def test_reasoning_is_split_off_and_counted() -> None:
         assert (raw.reasoning, raw.text) == ("", "<think>\nHm, hm.\n</think>\n\nYes.")
 
 
+async def test_a_call_that_ends_the_reasoning_is_none_of_it() -> None:
+    async with engine(f"<think>Hm, hm.\n{CALL} Done.", THINKS) as llm:
+        answer = await llm.generate("Hi", tools=[WEATHER])
+        assert (answer.reasoning, answer.text, len(answer.tool_calls)) == ("Hm, hm.", "Done.", 1)
+        assert answer.reasoning_token_len == len("<think>Hm, hm.")
+        cut = await llm.generate("Hi", GenerationConfig(max_new_tokens=len("<think>Hm, hm.\n")), tools=[WEATHER])
+        assert cut.reasoning_token_len == len("<think>Hm, hm.\n")
+
+
+async def test_calls_know_their_place_in_the_text() -> None:
+    async with engine(f"One. {CALL} Two. {CALL}{CALL} Three.") as llm:
+        answer = await llm.generate("Hi", tools=[WEATHER])
+        assert answer.text == "One.Two.Three."
+        assert [call.text_position for call in answer.tool_calls] == [4, 8, 8]
+        chunks = [chunk async for chunk in llm.generate("Hi", tools=[WEATHER])]
+        collected = Response.collect(chunks)
+        assert [call.text_position for call in collected.tool_calls] == [4, 8, 8]
+
+
 async def test_reasoning_that_was_begun_goes_on() -> None:
     async with engine("and so on.</think>Yes.", THINKS) as llm:
         begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>First"}]

@@ -169,6 +169,7 @@ class SplitAnswer(Answer):
         "_has_to_call",
         "_includes_stop",
         "_max_calls",
+        "_num_thought",
         "_num_thoughts_sent",
         "_raw",
         "_reply",
@@ -196,11 +197,13 @@ class SplitAnswer(Answer):
         self._raw: list[str] = []
         self._thoughts: list[str] = []
         self._num_thoughts_sent = 0
-        self._calls: list[tuple[str, str, list[str]]] = []
-        """Id, name and argument pieces of each call."""
+        self._calls: list[tuple[ToolCallPiece, list[str]]] = []
+        """The first piece of each call, and the pieces of its arguments."""
         self._unsent_calls: list[ToolCallPiece] = []
         self.reasoning_tokens = 0
         """Number of reasoning tokens, including the marks."""
+        self._num_thought = 0
+        """Those up to the last that is known to be one: the newest may begin a call, which ends the reasoning."""
 
     @property
     def text(self) -> str:
@@ -228,11 +231,9 @@ class SplitAnswer(Answer):
             text = self._detokenizer.push([token])
             self._raw.append(text)
             was_thinking = self._reply.thinking
-            self._handle(self._reply.push(self._codes.get(token, text)))
-            self.reasoning_tokens += was_thinking or self._reply.thinking
-            if self._reply.thinking and not was_thinking and not (self._parts or self._calls or self._thoughts):
-                # The mark may consist of several tokens, and is recognized at the last one.
-                self.reasoning_tokens = self.num_read
+            events = self._reply.push(self._codes.get(token, text))
+            self._handle(events)
+            self._count(was_thinking, {type(event) for event in events})
         if self.over:
             return
         self.num_read += len(tokens) - len(shown)
@@ -243,6 +244,18 @@ class SplitAnswer(Answer):
             self._handle([each for each in self._reply.end() if not self._has_to_call or type(each) is not Text])
             if self._matcher is not None and self.stop_reason is None:
                 self._add(self._matcher.flush())
+
+    def _count(self, was_thinking: bool, kinds: set[type]) -> None:
+        """Count a token that was read, with events of these kinds, as reasoning if it is."""
+        thinking = self._reply.thinking
+        self.reasoning_tokens += was_thinking or thinking
+        if thinking and not was_thinking and not (self._parts or self._calls or self._thoughts):
+            # The mark may consist of several tokens, and is recognized at the last one.
+            self.reasoning_tokens = self.num_read
+        if was_thinking and CallStart in kinds:
+            self.reasoning_tokens = self._num_thought
+        elif was_thinking != thinking or Thought in kinds:
+            self._num_thought = self.reasoning_tokens
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -262,10 +275,12 @@ class SplitAnswer(Answer):
                         # A stop word cannot continue across a call.
                         self._add(self._matcher.flush())
                     call_id = own_id or f"call_{uuid.uuid4().hex[:24]}"
-                    self._calls.append((call_id, name, []))
-                    self._unsent_calls.append(ToolCallPiece(index=index, id=call_id, name=name))
+                    position = sum(map(len, self._parts))
+                    first = ToolCallPiece(index=index, id=call_id, name=name, text_position=position)
+                    self._calls.append((first, []))
+                    self._unsent_calls.append(first)
                 case CallPiece(index, arguments):
-                    self._calls[index][2].append(arguments)
+                    self._calls[index][1].append(arguments)
                     self._unsent_calls.append(ToolCallPiece(index=index, arguments=arguments))
 
     def _cut_raw(self, stop_word: str) -> None:
@@ -289,7 +304,13 @@ class SplitAnswer(Answer):
         response.text = "".join(self._parts)
         response.reasoning = "".join(self._thoughts)
         response.tool_calls = [
-            ToolCall(id=call_id, name=name, arguments="".join(arguments)) for call_id, name, arguments in self._calls
+            ToolCall(
+                id=first.id or "",
+                name=first.name or "",
+                arguments="".join(arguments),
+                text_position=first.text_position,
+            )
+            for first, arguments in self._calls
         ]
         response.reasoning_token_len = self.reasoning_tokens
 

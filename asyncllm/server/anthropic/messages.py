@@ -17,7 +17,7 @@ from asyncllm.server.anthropic.blocks import messages_of
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, options_of
 from asyncllm.server.http.errors import ApiError, fields_of
 from asyncllm.server.http.responses import built_response, encode, json_response
-from asyncllm.server.openai.answers import arguments_of, size_of
+from asyncllm.server.openai.answers import arguments_of, in_order, size_of
 from asyncllm.server.request.arguments import request_options, sampled_config
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.media import with_images
@@ -118,10 +118,13 @@ def _whole(message_id: str, model: str, response: Response) -> MessageObject:
     content: list[dict[str, Any]] = []
     if response.reasoning:
         content.append({"type": "thinking", "thinking": response.reasoning, "signature": SIGNATURE})
-    if response.text or not (response.tool_calls or response.reasoning):
-        content.append({"type": "text", "text": response.text})
-    for call in response.tool_calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)})
+    for part in in_order(response.text, 0, response.tool_calls):
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            given = arguments_of(part.arguments)
+            content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": given})
+    content = content or [{"type": "text", "text": ""}]
     return MessageObject(
         id=message_id,
         model=model,
@@ -153,6 +156,8 @@ class _MessageEvents:
         self._open: str | None = None
         """The kind of the open block."""
         self._last: Chunk | None = None
+        self._num_said = 0
+        """Characters of text so far."""
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Return the events of one chunk."""
@@ -191,15 +196,17 @@ class _MessageEvents:
             if self._open != "thinking":
                 yield self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": chunk.reasoning})
-        if chunk.text:
-            if self._open != "text":
-                yield self._begin("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": chunk.text})
-        for piece in chunk.tool_calls:
-            if piece.name is not None:
-                yield self._begin("tool_use", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
-            if piece.arguments:
-                yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        for part in in_order(chunk.text, self._num_said, chunk.tool_calls):
+            if isinstance(part, str):
+                if self._open != "text":
+                    yield self._begin("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part})
+                continue
+            if part.name is not None:
+                yield self._begin("tool_use", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+            if part.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        self._num_said += len(chunk.text)
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         closed = self._close()

@@ -10,8 +10,8 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import Callable, Container, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, TypeVar
 
 from asyncllm.server.http.responses import encode
 from asyncllm.server.openai.requests import OpenAIFields
@@ -26,7 +26,7 @@ from asyncllm.server.openai.responses import (
     Usage,
 )
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Logprobs, Response
+from asyncllm.types import Chunk, Logprobs, Response, ToolCall, ToolCallPiece
 
 __all__ = [
     "AnswerIdentity",
@@ -36,10 +36,13 @@ __all__ = [
     "arguments_of",
     "chat_logprobs",
     "completion_logprobs",
+    "in_order",
     "prompt_logprobs_of",
     "ranked",
     "size_of",
 ]
+
+Call = TypeVar("Call", ToolCall, ToolCallPiece)
 
 
 class AnswerIdentity:
@@ -128,6 +131,18 @@ def size_of(piece: Chunk | Response) -> int:
     listed = (piece.logprobs, piece.prompt_logprobs)
     # All entries of a list have about the same size.
     return len(piece.token_ids) + sum(len(each) * (1 + len(each[-1] or ())) for each in listed if each)
+
+
+def in_order(text: str, start: int, calls: Sequence[Call]) -> Iterator[str | Call]:
+    """Yield a text, in parts, and the calls, as the model wrote them. `start`: position of `text` in the answer's."""
+    for call in calls:
+        if call.text_position > start:
+            before = call.text_position - start
+            yield text[:before]
+            text, start = text[before:], call.text_position
+        yield call
+    if text:
+        yield text
 
 
 def arguments_of(text: str) -> dict[str, Any]:

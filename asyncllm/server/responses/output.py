@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncllm.server.openai.answers import in_order
 from asyncllm.types import Chunk, Logprobs
 
 __all__ = ["Event", "OutputItems"]
@@ -28,6 +29,8 @@ class OutputItems:
         """Log-probabilities of the tokens of the open message."""
         self._num_reasoning = 0
         """Tokens of reasoning so far."""
+        self._num_said = 0
+        """Characters of messages so far."""
         self.items: list[dict[str, Any]] = []
         """The items as sent; the last one may be unfinished."""
         self._parts: list[str] = []
@@ -39,15 +42,20 @@ class OutputItems:
         if chunk.reasoning:
             yield from self._text(REASONING, chunk.reasoning)
         logprobs = self._logprobs_of(chunk)
-        if chunk.text or logprobs:
+        if logprobs:
+            # Requests with log-probabilities have no tools.
             yield from self._text(MESSAGE, chunk.text, logprobs)
-        for piece in chunk.tool_calls:
-            if piece.name is not None:
-                call = {"arguments": "", "call_id": piece.id, "name": piece.name}
-                yield from self._begin(CALL, call)
-            if piece.arguments:
-                self._parts.append(piece.arguments)
-                yield "response.function_call_arguments.delta", {**self._place(), "delta": piece.arguments}
+            return
+        for part in in_order(chunk.text, self._num_said, chunk.tool_calls):
+            if isinstance(part, str):
+                yield from self._text(MESSAGE, part)
+                continue
+            if part.name is not None:
+                yield from self._begin(CALL, {"arguments": "", "call_id": part.id, "name": part.name})
+            if part.arguments:
+                self._parts.append(part.arguments)
+                yield "response.function_call_arguments.delta", {**self._place(), "delta": part.arguments}
+        self._num_said += len(chunk.text)
 
     def end(self, *, complete: bool) -> Iterator[Event]:
         """Yield the events that end the last item, which is truncated unless `complete`."""

@@ -101,6 +101,7 @@ class Output:
     def start(self, name: str, own_id: str | None = None) -> None:
         """Begin a call. `own_id` is the id that the model wrote, which is dropped if an earlier call has it."""
         self.markup()
+        self.inside = False
         self._on_call()
         if self.over:
             return

@@ -175,5 +175,4 @@ class Reply:
                 yield from reader.attempt(self._format.read(reader, marker), marker, output.thought)
             )
             if found:
-                output.inside = False
                 return

@@ -119,6 +119,19 @@ async def test_an_agent_goes_round_with_the_blocks_as_they_came() -> None:
     assert (second.content[0].text, second.stop_reason) == ("It is sunny.", "end_turn")
 
 
+async def test_text_and_calls_keep_their_order() -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER], "max_tokens": 500}
+    async with serving(FakeEngine(f"One. {CALL} Two. {CALL}", THINKS)) as served:
+        status, found = await served.post("/v1/messages", body)
+    assert status == 200, found
+    assert [block.get("text", block.get("name")) for block in found["content"]] == [
+        "One.",
+        "weather",
+        "Two.",
+        "weather",
+    ]
+
+
 async def test_answers_end_as_they_say() -> None:
     async with serving(FakeEngine("One, two, STOP")) as served, client_of(served) as client:
         asked: Any = {"model": "fake", "messages": HI}

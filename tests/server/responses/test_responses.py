@@ -195,6 +195,17 @@ async def test_tokens_of_a_message_have_their_log_probabilities() -> None:
         assert final.output[0].content[0].logprobs == part.logprobs
 
 
+async def test_text_and_calls_keep_their_order_whole_and_streamed() -> None:
+    asked: Any = {"input": "Hi", "tools": [WEATHER]}
+    async with serving(FakeEngine(f"One. {CALL} Two. {CALL} Three.", THINKS)) as served:
+        _, whole = await served.post("/v1/responses", asked)
+        events = await events_of(served, **asked)
+    check_order(events)
+    for response in (whole, events[-1]["response"]):
+        said = [item["content"][0]["text"] if "content" in item else item["arguments"] for item in response["output"]]
+        assert said == ["One.", '{"city": "Bern"}', "Two.", '{"city": "Bern"}', "Three."]
+
+
 async def test_reasoning_has_none() -> None:
     body = {"input": "Hi", "include": ["message.output_text.logprobs"]}
     async with serving(FakeEngine("<think>Hm.</think>Yes", EngineConfig(reasoning_parser="qwen3"))) as served:
