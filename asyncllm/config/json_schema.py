@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from asyncllm.config.prepared_schema import prepared_schema
+from asyncllm.config.schema_cases import with_cases
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["MAX_CHOICES", "MAX_SCHEMA", "checked_schema"]
@@ -53,7 +54,7 @@ def checked_schema(schema: object, field: str) -> Any:
             joined |= "allOf" in part or ("$ref" in part and counts)
     for together in (multiples,) if joined else [[each] for each in multiples]:
         _check_multiples(together, field)
-    prepared = prepared_schema(schema)
+    prepared = prepared_schema(with_cases(schema))
     size = len(json.dumps(prepared, ensure_ascii=False))
     if size > MAX_SCHEMA:
         raise _too_large(f"{size} characters", field)

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["prepared_schema"]
+from asyncllm.config.decimal_patterns import plain_decimal
+
+__all__ = ["each_schema", "prepared_schema"]
 
 SCHEMA = {
     *("items", "additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then"),
@@ -25,10 +27,6 @@ FORMATS = {
     "relative-json-pointer",
 }
 """The formats of JSON Schema. Others, such as OpenAPI's `int32` and `password`, constrain nothing."""
-
-DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
-"""What pydantic 2.12 writes for a Decimal. Grammars have no look-ahead, and it only asks for a digit."""
-PLAIN_DECIMAL = r"^[+-]?(\d+\.?\d*|\.\d+)$"
 
 COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 
@@ -54,14 +52,14 @@ def prepared_schema(schema: Any) -> Any:
 def _respelled(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = {name: _each_schema(name, value, _respelled) for name, value in schema.items() if name != "x-guidance"}
+    made = {name: each_schema(name, value, _respelled) for name, value in schema.items() if name != "x-guidance"}
     for name in COUNTS & made.keys():
         if isinstance(made[name], float) and made[name].is_integer():
             made[name] = int(made[name])
     if made.get("format", "") not in (*FORMATS, ""):
         del made["format"]
-    if made.get("pattern") == DECIMAL:
-        made["pattern"] = PLAIN_DECIMAL
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = plain_decimal(made["pattern"])
     tag = made.get("discriminator")
     if isinstance(tag, Mapping) and isinstance(tag.get("propertyName"), str) and isinstance(made.get("oneOf"), list):
         # A tag with a default is optional in the schema; an answer without it would match every variant.
@@ -95,7 +93,7 @@ def _name_patterns(made: dict[str, Any]) -> None:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = {name: _each_schema(name, value, _closed) for name, value in schema.items()}
+    made = {name: each_schema(name, value, _closed) for name, value in schema.items()}
     named, required = schema.get("properties"), schema.get("required", ())
     lists_all = isinstance(named, Mapping) and isinstance(required, list | tuple) and {*map(str, required)} <= {*named}
     if lists_all and "patternProperties" not in schema:
@@ -103,7 +101,7 @@ def _closed(schema: Any) -> Any:
     return made
 
 
-def _each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
+def each_schema(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a keyword's value with every schema in it changed."""
     if keyword in SCHEMAS and isinstance(value, list | tuple):
         return [change(each) for each in value]
@@ -123,5 +121,5 @@ def _joins(schema: Any) -> bool:
             if JOINED & each.keys() or (CASES & each.keys() and OBJECT & each.keys()):
                 return True
             for name, value in each.items():
-                _each_schema(name, value, left.append)
+                each_schema(name, value, left.append)
     return False

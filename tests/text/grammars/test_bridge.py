@@ -189,7 +189,10 @@ def test_the_text_of_a_grammar_gives_the_same_masks(compiler: GrammarCompiler) -
 
 UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"not": {"type": "string"}}, "not"),
+    ({"type": "string", "not": {"pattern": "a"}}, "not"),
+    ({"type": "object", "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, "if"),
+    ({"type": "array", "contains": {"const": 1}}, "contains"),
+    ({"type": "string", "not": {"type": "string"}}, "Unsatisfiable|no text"),
     ({"type": "string", "format": "regex"}, "regex"),
     ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "cases of a oneOf may overlap"),
     ({"$ref": "http://example.com/schema"}, "not present"),
@@ -364,6 +367,27 @@ def test_the_decimals_of_pydantic_are_held_to_their_pattern(compiler: GrammarCom
         assert text == "true" or re.match(pattern, text.strip('"'))
     for text in ('""', '"-"', '"."', '"-.+"', '"1.2.3"', '"a"'):
         assert not takes(compiler, spec, text), text
+
+
+@pytest.mark.parametrize(
+    ("tail", "good", "bad"),
+    [
+        (r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)", ("0", "-123.45", "007.1"), ("1234", "1.234")),
+        (r"(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,2}0*$)", ("0", "0.25", ".5"), ("1.5", "0.123")),
+        (r"(?:\d{0,3}|(?=[\d.]{1,4}0*$)\d*\.\d*0*$)", ("123", "1.25", "12.5", ".123"), ("1234", "12.34")),
+        (r"\d*\.?\d{0,2}0*$", ("123456", "1.25", "+.5"), ("1.234", ".", "")),
+    ],
+)  # fmt: skip
+def test_decimals_have_the_digits_that_pydantic_allows(
+    compiler: GrammarCompiler, tail: str, good: tuple[str, ...], bad: tuple[str, ...]
+) -> None:
+    pattern = r"^(?!^[-+.]*$)[+-]?0*" + tail
+    spec = schema_spec({"type": "string", "pattern": pattern})
+    for text in good:
+        assert re.match(pattern, text)
+        assert takes(compiler, spec, f'"{text}"'), text
+    for text in bad:
+        assert not takes(compiler, spec, f'"{text}"'), text
 
 
 def test_what_stands_at_no_schemas_place_is_left(compiler: GrammarCompiler) -> None:
