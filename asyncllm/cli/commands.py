@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -37,14 +38,40 @@ WRONG_USAGE = 2
 """Exit status of argparse."""
 INTERRUPTED = 130
 """Exit status of shells after Ctrl-C."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that is full or failed, or of a terminal that is gone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
     _open_missing_streams()
     _take_any_characters()
-    parser = _parser()
-    options = parser.parse(_spelled_out(sys.argv[1:] if arguments is None else arguments))
+    try:
+        try:
+            return _run_command(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            if not sys.stdout.closed:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up(sys.stdout)
+        return 1
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _give_up(sys.stdout)
+        name = error.filename or "The output"
+        to_stderr(f"asyncllm: {name} cannot be written: {error.strerror}. Free some space, or write elsewhere.")
+        return 1
+    finally:
+        if not sys.stderr.closed:
+            try:
+                sys.stderr.flush()
+            except OSError:
+                _give_up(sys.stderr)
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    options = _parser().parse(_spelled_out(arguments))
     try:
         return int(options.run(options))
     except InvalidParameter as error:
@@ -55,15 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        _give_up(sys.stdout)
-        return 1
-    finally:
-        if sys.stderr is not None and not sys.stderr.closed:
-            try:
-                sys.stderr.flush()
-            except OSError:
-                _give_up(sys.stderr)
 
 
 def _open_missing_streams() -> None:

@@ -47,7 +47,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     found: str
     advice: str = ""
-    """What to do; empty if all is well."""
+    """What to do; empty if all is well, or if `found` says it."""
 
 
 def examine(model: str | None = None) -> list[Check]:
@@ -213,10 +213,11 @@ def _checkpoint(model: str) -> Check:
         architecture = read_config(folder).architecture
         return f"{architecture}, {Checkpoint.open(folder).num_bytes / 1e9:.2f} GB of weights in {folder}"
 
-    return _attempt(f"model {model}", look, "`asyncllm convert` turns .bin files into safetensors.")
+    return _attempt(f"model {model}", look)
 
 
-def _attempt(name: str, action: Callable[[], str], advice: str) -> Check:
+def _attempt(name: str, action: Callable[[], str], advice: str = "") -> Check:
+    """`advice`: what to do if it fails, where its error does not say so."""
     try:
         return Check(name=name, verdict="ok", found=action())
     except (AsyncLLMError, ImportError, OSError) as error:

@@ -48,7 +48,7 @@ _PARTS = {
 
 
 def merge_lora(
-    model: str | os.PathLike[str], work_dir: str = LiteConfig().work_dir, *, adapter: str, **options: Any
+    model: str | os.PathLike[str], work_dir: str = LiteConfig().work_dir, *, adapter: str = "", **options: Any
 ) -> Path:
     """Write the unquantized checkpoint `model` with `adapter` merged into it, and return the folder.
 

@@ -71,14 +71,23 @@ def compare(
     """Run the checkpoint in `folder` here and in transformers, in float32, on `tokens`, or `count` random ones.
 
     Both models are in memory at the same time. Raises UnsupportedFeature without transformers, UnsupportedModel for a
-    class that it lacks, InvalidParameter for tokens beyond the vocabulary, and the errors of `open_model`.
+    class that it lacks, InvalidParameter for tokens beyond the vocabulary or the context, for a negative tolerance or
+    NaN, and for "cuda" without a GPU, and the errors of `open_model`.
     """
+    if not tolerance >= 0:
+        raise InvalidParameter(f"tolerance = {tolerance} is negative or no number. Give 0 or more.", "tolerance")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("device is 'cuda', and torch finds no GPU. Use device='cpu'.", "device")
     ours = open_model(folder, dtype=torch.float32, device=torch.device(device))
-    vocab = ours.config.vocab_size
+    vocab, longest = ours.config.vocab_size, ours.config.max_position
+    given = count if tokens is None else len(tokens)
+    if not 1 <= given <= longest:
+        name = "count" if tokens is None else "tokens"
+        raise InvalidParameter(f"{name} asks for {given} tokens; this model takes 1 to {longest}.", name)
     if tokens is None:
         tokens = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    if not tokens or not all(0 <= token < vocab for token in tokens):
-        raise InvalidParameter(f"tokens are to be one or more numbers from 0 to {vocab - 1}.", "tokens")
+    if not all(0 <= token < vocab for token in tokens):
+        raise InvalidParameter(f"tokens are to be numbers from 0 to {vocab - 1}.", "tokens")
     theirs = _open_theirs(folder, device)
     ids = torch.tensor([list(tokens)], device=device)
     with torch.inference_mode():
@@ -104,11 +113,16 @@ def _open_theirs(folder: Path, device: str) -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
         raise UnsupportedModel(
-            f"{folder}: transformers does not open this checkpoint ({error}). Compare one whose class it has; code "
-            f"beside a checkpoint is not run."
+            f"{folder}: transformers does not open this checkpoint ({_first_line(error)}). Compare one whose class it "
+            f"has; code beside a checkpoint is not run."
         ) from error
     opened: nn.Module = model.train(False).to(device)
     return opened
+
+
+def _first_line(error: Exception) -> str:
+    """Return what happened, without the list of all classes that transformers has."""
+    return str(error).partition("\n")[0]
 
 
 def _run_ours(model: DecoderLM, ids: Tensor) -> dict[str, Tensor]:

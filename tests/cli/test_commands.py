@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,24 @@ class TestRun:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             stream.close()
 
+    @pytest.mark.parametrize("unbuffered", ["1", ""])
+    def test_a_full_disk_behind_standard_output(self, unbuffered: str) -> None:
+        with open("/dev/full", "wb", buffering=0) as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "asyncllm", "list"],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                timeout=50,
+                check=False,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            )
+        assert (done.returncode, done.stderr) == (
+            1,
+            "asyncllm: The output cannot be written: No space left on device. Free some space, or write elsewhere.\n",
+        )
+
     def test_a_terminal_of_few_characters(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -120,6 +139,7 @@ class TestRun:
             (["run", "model", "a", "prompt"], 2, "quotes"),
             (["run", "model", ""], 2, "prompt is empty"),
             (["runn", "hi"], 2, "runn"),
+            (["lite", "merge_lora", "tiny-chat"], 2, "--adapter: adapter is not given"),
             ([], 2, "COMMAND"),
         ],
     )
@@ -168,7 +188,10 @@ class TestDoctor:
         assert "--dump-file: " in capsys.readouterr().err
         report = json.loads(file.read_text(encoding="utf-8"))
         assert report["ok"] is False
-        assert [check["name"] for check in report["checks"] if check["verdict"] == "fail"] == ["model ./nowhere"]
+        (failed,) = (check for check in report["checks"] if check["verdict"] == "fail")
+        assert failed["name"] == "model ./nowhere"
+        assert "Check the spelling" in failed["found"]
+        assert failed["advice"] == ""
 
     def test_old_and_missing_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(doctor.FLOORS, "msgspec", ("99.0", "it is too old"))

@@ -108,8 +108,22 @@ def test_the_first_place_that_differs(
 def test_what_cannot_be_compared_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidParameter, match="numbers from 0 to 319"):
         compare(folder_of(LLAMA), tokens=[320])
-    with pytest.raises(UnsupportedModel, match="transformers does not open"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    longest = hub_model(LLAMA).config.max_position_embeddings
+    for options, param in (
+        ({"count": 0}, "count"),
+        ({"count": longest + 1}, "count"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": [1] * (longest + 1)}, "tokens"),
+        ({"tolerance": float("nan")}, "tolerance"),
+        ({"device": "cuda"}, "device"),
+    ):
+        with pytest.raises(InvalidParameter) as refused:
+            compare(folder_of(LLAMA), **options)
+        assert refused.value.param == param
+    with pytest.raises(UnsupportedModel, match=r"transformers does not open .*\. Compare one") as unknown:
         compare(folder_of(Case("internlm2", "default")))
+    assert "\n" not in str(unknown.value)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedFeature, match="pip install transformers"):
         compare(folder_of(LLAMA))
