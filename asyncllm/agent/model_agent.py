@@ -102,6 +102,7 @@ class ModelAgent:
         if config.batch_invariant:
             opened.model.make_batch_invariant()
         self.model, self._device, self._dtype = opened.model, opened.device, opened.dtype
+        self._captured_context = self.model.captured_context
         self._streams = Streams(self._device)
         self._unsampled: tuple[PendingStep, Callable[[], None]] | None = None
         """The step whose sampling waits until all earlier steps are read, and the function that launches it."""
@@ -341,10 +342,13 @@ class ModelAgent:
         if self._swaps is not None:
             self._swaps.launch(batch.swaps)
         self.sampler.upload()
-        if self._graphs is not None and self._tables.fits(batch, self._decode_sizes[-1]):
-            self._launch_decode(batch, pending, self._graphs)
+        graphs, longest = self._graphs, self._captured_context
+        if longest is not None and self._tables.longest_context(batch) > longest:
+            graphs = None
+        if graphs is not None and self._tables.fits(batch, self._decode_sizes[-1]):
+            self._launch_decode(batch, pending, graphs)
         else:
-            self._launch_mixed(batch, pending, self._graphs)
+            self._launch_mixed(batch, pending, graphs)
 
     def _mark_read(self, pending: PendingStep) -> None:
         self._unread.remove(pending)

@@ -62,8 +62,8 @@ class OpenedModel(NamedTuple):
         records the duration.
 
         Raises ModelError if the checkpoint cannot be loaded, UnsupportedFeature if the model or the device does not
-        support the cache that `quant_policy` asks for, and InvalidParameter if `session_len` exceeds positions
-        that cannot be extended or the device does not support this block size.
+        support `batch_invariant` or the cache that `quant_policy` asks for, and InvalidParameter if `session_len`
+        exceeds positions that cannot be extended or the device does not support this block size.
         """
         options: ModelOptions = {
             "session_len": config.session_len,
@@ -168,6 +168,13 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
 
 def _cache_specs(config: EngineConfig, model: DecoderLM, dtype: torch.dtype, device: torch.device) -> list[CacheSpec]:
     """Return the cache specs of the model's layers, in the format of `quant_policy`."""
+    chosen = model.captured_context
+    if config.batch_invariant and chosen is not None:
+        raise UnsupportedFeature(
+            f"batch_invariant: the model attends to {chosen} chosen tokens of a longer context, and rounds differently "
+            f"in batches with such contexts. Use batch_invariant=False, or a session_len of at most {chosen}.",
+            "batch_invariant",
+        )
     if config.kv_format is None:
         return model.cache_specs
     if device.type == "cuda" and dtype == torch.float32:

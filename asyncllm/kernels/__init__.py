@@ -39,7 +39,7 @@ from asyncllm.kernels.lora import (
     linear_shrink_lora,
     shrink_lora,
 )
-from asyncllm.kernels.memory import gated_delta_rule, state_space
+from asyncllm.kernels.memory import gated_delta_rule, selective_scan, state_space
 from asyncllm.kernels.moe import Routing, fused_experts, fused_experts_invariant, route
 from asyncllm.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, mean_squares, rms_norm
 from asyncllm.kernels.packed import PackedWeight, linear_packed, linear_packed_silu_mul, packed_experts
@@ -58,13 +58,24 @@ from asyncllm.kernels.scaled import (
     scaled_experts,
 )
 from asyncllm.kernels.segments import Segments, rotate_heads, segment_attention, split_segments
-from asyncllm.kernels.selective_scan import selective_scan
 from asyncllm.kernels.step import DecodeInputs, prepare_decode, record_tokens, segments_finite
+from asyncllm.kernels.token_index import (
+    ChosenTokens,
+    IndexedLatentKV,
+    IndexTile,
+    chosen_latent_attention,
+    fill_index_keys,
+    plan_index,
+    select_tokens,
+)
 
 __all__ = [
     "ActivationKind",
+    "ChosenTokens",
     "DecodeInputs",
     "DecodePlan",
+    "IndexTile",
+    "IndexedLatentKV",
     "KVCache",
     "KVFormat",
     "LatentKV",
@@ -89,10 +100,12 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_rounded",
     "apply_rotary",
+    "chosen_latent_attention",
     "copy_blocks",
     "embed",
     "expand_lora",
     "expanded_prefill_attention",
+    "fill_index_keys",
     "fill_kv_cache",
     "fused_experts",
     "fused_experts_invariant",
@@ -126,6 +139,7 @@ __all__ = [
     "plan_cache_write",
     "plan_decode_attention",
     "plan_expanded_prefill",
+    "plan_index",
     "plan_latent_decode",
     "plan_latent_prefill",
     "plan_prefill_attention",
@@ -142,6 +156,7 @@ __all__ = [
     "scaled_experts",
     "segment_attention",
     "segments_finite",
+    "select_tokens",
     "selective_scan",
     "short_convolution",
     "shrink_lora",

@@ -7,7 +7,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.distributed.group import RankGroup
 from asyncllm.kernels import DecodePlan, LatentKV, PrefillPlan
-from asyncllm.layers.cache_spec import LatentKVSpec
+from asyncllm.layers.cache_spec import CacheSpec, LatentKVSpec
 from asyncllm.layers.layer import Layer
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import Weighted
@@ -74,26 +74,42 @@ class LatentAttention(Layer):
         self.num_heads = self.q.out_features // (self.nope_dim + self.rope_dim)
 
     @property
-    def cache_spec(self) -> LatentKVSpec:
-        """The cache of the layer's lines."""
+    def cache_spec(self) -> CacheSpec:
+        """The layer's cache."""
+        return self.lines_spec
+
+    @property
+    def lines_spec(self) -> LatentKVSpec:
+        """The cache of the layer's lines. Layers with equal ones share their plans."""
         return LatentKVSpec(self.kv_rank, self.rope_dim)
 
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; the lines of all tokens are still written."""
         step = step.of_layer(self.layer)
         cache: LatentKV = step.caches[self.layer]
-        q = self._project(x, step, cache)
-        if sampled is not None:
-            q = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
-            step = sampled.inputs.of_layer(self.layer)
-        attended = self._attend(q, step, cache)
-        out: Tensor = self.out(attended.flatten(1), step)
+        q = self._project(x, self._compressed(x, step), step, cache)
+        return self._output(*self._of_sampled(q, step, sampled), cache)
+
+    def _compressed(self, x: Tensor, step: StepInputs) -> Tensor:
+        """Return what queries are made of: the bottleneck [T, q_rank], or x without one."""
+        compressed: Tensor = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, step))
+        return compressed
+
+    def _of_sampled(self, q: Tensor, step: StepInputs, sampled: SampledRows | None) -> tuple[Tensor, StepInputs]:
+        """Return the queries and the step of the sampled rows; by default, of all."""
+        if sampled is None:
+            return q, step
+        rows = kernels.gather_rows(q.flatten(1), sampled.indices).view(-1, *q.shape[1:])
+        return rows, sampled.inputs.of_layer(self.layer)
+
+    def _output(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
+        """Return the layer's output [T, hidden] for queries q [T, H, nope + rope]."""
+        out: Tensor = self.out(self._attend(q, step, cache).flatten(1), step)
         return out
 
-    def _project(self, x: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
+    def _project(self, x: Tensor, compressed: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
         """Write the tokens' lines, and return their queries [T, H, nope + rope]."""
         (rotation,) = step.rotations
-        compressed = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, step))
         q: Tensor = self.q(compressed, step).unflatten(1, (self.num_heads, -1))
         kernels.rope_fill_latent(
             q,
@@ -126,10 +142,7 @@ class LatentAttention(Layer):
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend over the lines, without expanding them."""
-        q_rope = q[..., self.nope_dim :]
-        q_latent = self.kv.method.product_by_head(
-            self.kv, q[..., : self.nope_dim], slice(self.nope_dim), transposed=True
-        )
+        q_latent, q_rope = self._absorbed(q), q[..., self.nope_dim :]
         attended = None
         if decode is not None:
             attended = kernels.latent_decode_attention(q_latent, q_rope, cache, decode, scale=self.scale)
@@ -139,6 +152,10 @@ class LatentAttention(Layer):
             )
         assert attended is not None
         return self.kv.method.product_by_head(self.kv, attended, slice(self.nope_dim, None), out=out)
+
+    def _absorbed(self, q: Tensor) -> Tensor:
+        """q [T, H, nope + rope] -> its unrotated part times the transposed key map [T, H, kv_rank]."""
+        return self.kv.method.product_by_head(self.kv, q[..., : self.nope_dim], slice(self.nope_dim), transposed=True)
 
     def _attend_expanded(self, q: Tensor, step: StepInputs, cache: LatentKV) -> Tensor:
         """Attend over expanded keys and values of all prefill rows' contexts."""
@@ -181,7 +198,7 @@ class LatentAttention(Layer):
 
     def _plans(self, step: StepInputs, cache: LatentKV) -> tuple[DecodePlan | None, PrefillPlan | None]:
         """Return the step's plans, made by the first layer that needs them; None if there are no such rows."""
-        spec = self.cache_spec
+        spec = self.lines_spec
         plans = step.attention_plans.get(spec)
         if plans is None:
             # The order of sums in decode attention depends on the batch.

@@ -26,6 +26,8 @@ class Layer(nn.Module):
 
     context_bytes = 0
     """Maximum memory that a step takes for long contexts, which the steps of the warm-up lack."""
+    captured_context: int | None = None
+    """Number of tokens of the longest context that a captured step may have; None: of any length."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)

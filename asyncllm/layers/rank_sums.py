@@ -16,12 +16,13 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
+from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 
 __all__ = ["sum_in_norms"]
 
 # A subclass may do more with the sum.
 _NORMS = (RMSNorm, OffsetRMSNorm)
-_ATTENTION = (Attention, ChunkedAttention, GatedAttention, LatentAttention)
+_ATTENTION = (Attention, ChunkedAttention, GatedAttention, LatentAttention, SparseLatentAttention)
 
 
 def sum_in_norms(blocks: Sequence[nn.Module], last: nn.Module, group: RankGroup) -> None:

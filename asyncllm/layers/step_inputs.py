@@ -12,7 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.kernels import DecodePlan, PrefillPlan, Rotation, RowGroups, StatePlan, States, plan_states
+from asyncllm.kernels import (
+    ChosenTokens,
+    DecodePlan,
+    IndexTile,
+    PrefillPlan,
+    Rotation,
+    RowGroups,
+    StatePlan,
+    States,
+    plan_states,
+)
 from asyncllm.protocol import Batch, SlotStart
 
 __all__ = [
@@ -137,6 +147,8 @@ class StepInputs:
     prompts: Sequence[tuple[int, int]] | None = None
     """Number of tokens of each prefill row, and of its context; None if the host does not know them, as in a captured
     step."""
+    contexts: Sequence[int] | None = None
+    """[B]: `kv_lens` in host memory; None if the host does not know them, as in a captured step."""
     image_features: Tensor | None = None
     """[F, hidden]: the features of the step's image tokens, in order; several times as wide if layers add theirs.
     `layers.images` computes each token's row."""
@@ -170,6 +182,10 @@ class StepInputs:
     """Number of KV heads -> `kernels.plan_cache_write` of the places. Written by the first layer with that number."""
     state_plan: StatePlan | None = field(default=None, init=False)
     """Where rows' states are read and written. Written by the first layer with a state."""
+    index_tiles: list[IndexTile] | None = field(default=None, init=False)
+    """How indices score the tokens of the rows' contexts. Written by the first layer with an index."""
+    chosen: ChosenTokens | None = field(default=None, init=False)
+    """What the tokens attend to in the latest layer with an index, which the following layers may share."""
     group_steps: dict[int, StepInputs] = field(default_factory=dict, init=False)
     """Block group after the first -> the step as its layers see it. Written by the first such layer."""
 
@@ -236,6 +252,7 @@ class StepInputs:
             q_offsets=q_offsets,
             max_q_len=max_q_len,
             prompts=None,
+            contexts=None,
             num_image_tokens=None,
             joint=(),
         )

@@ -28,6 +28,7 @@ from asyncllm.layers.normed_experts import NormedMoE, NormedRouter
 from asyncllm.layers.plain_moe import PlainMoE
 from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
 from asyncllm.layers.short_convolution import ShortConvolution, StateLayer
+from asyncllm.layers.sparse_latent_attention import SparseLatentAttention, TokenIndex
 
 __all__ = ["AnyNorm", "Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
 
@@ -146,6 +147,8 @@ def plain_layers(block: AnyBlock) -> list[Weighted]:
                 found.append(module.shared_gate)
         elif isinstance(module, StateLayer):
             found += [_projection(module, name) for name in module.unquantized]
+        elif isinstance(module, TokenIndex):
+            found.append(module.weights)
         elif isinstance(module, AltUp):
             found += [module.router, module.prediction, module.correction]
     return found
@@ -180,7 +183,10 @@ def _attention_consumers(attention: nn.Module | None) -> tuple[Matrix, ...]:
         case StateLayer():
             return tuple(Matrix(_projection(attention, name)) for name in attention.first_products)
         case LatentAttention():
-            return (Matrix(attention.q if attention.q_down is None else attention.q_down), Matrix(attention.kv_down))
+            index = attention.index if isinstance(attention, SparseLatentAttention) else None
+            more = () if index is None else (Matrix(index.k), Matrix(index.weights))
+            q = attention.q if attention.q_down is None else attention.q_down
+            return (Matrix(q), Matrix(attention.kv_down), *more)
         case HeadGatedAttention():
             return (Matrix(attention.qkv), Matrix(attention.gate))
         case Attention():
@@ -233,7 +239,9 @@ def _within_attention(attention: nn.Module) -> Iterator[Group]:
             yield Group(attention.norm, (Matrix(attention.out),))
     elif isinstance(attention, LatentAttention):
         if attention.q_norm is not None:
-            yield Group(attention.q_norm, (Matrix(attention.q),))
+            index = attention.index if isinstance(attention, SparseLatentAttention) else None
+            more = () if index is None else (Matrix(index.q),)
+            yield Group(attention.q_norm, (Matrix(attention.q), *more))
         heads = torch.arange(attention.kv.out_features).view(attention.num_heads, -1)
         yield Group(Rows(Matrix(attention.kv), heads[:, attention.nope_dim :].flatten()), (Matrix(attention.out),))
     elif isinstance(attention, NormedValueAttention | BorrowingAttention):

@@ -19,6 +19,7 @@ from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.prompt_step import empty_cache, prompt_step
 from asyncllm.layers.shared_keys import BorrowingAttention
+from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.decoder import allocate
 from asyncllm.models.load_plan import plan_load
@@ -95,10 +96,11 @@ class Walk:
         a model whose layers read the output of earlier layers or other parts of the model."""
         if not sequences:
             return []
-        if any(isinstance(module, BorrowingAttention | GatedLayerInput) for module in self.model.modules()):
+        if any(_reads_earlier_layers(module) for module in self.model.modules()):
             raise UnsupportedModel(
-                f"{self.checkpoint.folder}: layers read others' keys and values, or embeddings of their own, so they "
-                f"cannot run one at a time on texts. Use blocked_fp8, or calib_samples = 0, which need no texts."
+                f"{self.checkpoint.folder}: layers read others' keys and values or index, or embeddings of their "
+                f"own, so they cannot run one at a time on texts. Use blocked_fp8, or calib_samples = 0, which need no "
+                f"texts."
             )
         chosen: list[list[Sequence[int]]] = []
         room = 0
@@ -178,6 +180,12 @@ class Walk:
     def _step(self, batch: Batch, caches: Sequence[object]) -> StepInputs:
         """Return all sequences of a batch as prompts, each with blocks of its own."""
         return prompt_step(batch.ids, batch.lens, caches, block_size=self._block_size, device=self.device)
+
+
+def _reads_earlier_layers(module: nn.Module) -> bool:
+    """Return whether a layer reads what an earlier one or another part of the model computes."""
+    shares = isinstance(module, SparseLatentAttention) and module.index is None
+    return shares or isinstance(module, BorrowingAttention | GatedLayerInput)
 
 
 def _part_of(path: str) -> str:

@@ -235,6 +235,12 @@ class DecoderLM(nn.Module):
         return [module.cache_spec for module in owners if isinstance(module, AnyAttention)]
 
     @property
+    def captured_context(self) -> int | None:
+        """Number of tokens of the longest context that a captured step may have; None: of any length."""
+        own = (getattr(module, "captured_context", None) for module in self.layers.modules())
+        return min((each for each in own if each is not None), default=None)
+
+    @property
     def step_columns(self) -> tuple[Column, ...]:
         """The columns that the layers read besides those of every model. Valid once the model is allocated."""
         return tuple(dict.fromkeys(column for module in self.modules() for column in getattr(module, "columns", ())))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from asyncllm.layers.block import AnyAttention
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.rotary import RopeConfig
+from asyncllm.layers.sparse_latent_attention import SparseLatentAttention, TokenIndex
 from asyncllm.models.config import HFConfig, ModelConfig, yarn_term
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
 
-__all__ = ["LATENT_WEIGHTS", "LatentConfig", "LatentDecoder", "latent_fields"]
+__all__ = ["LATENT_WEIGHTS", "IndexConfig", "LatentConfig", "LatentDecoder", "latent_fields"]
 
 _ATTENTION = "model.layers.{i}.self_attn"
 
@@ -28,6 +31,19 @@ LATENT_WEIGHTS = LLAMA_WEIGHTS.without(*(f"{_ATTENTION}.{each}_proj" for each in
 )
 
 
+class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The config of `layers.sparse_latent_attention`."""
+
+    top_k: int
+    """Number of tokens that a query attends to."""
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    """Whether neighbouring features are rotated together."""
+    layers: frozenset[int]
+    """The layers with an index of their own; the others share that of the nearest earlier one."""
+
+
 class LatentConfig(ModelConfig, frozen=True, kw_only=True):
     """The config of a decoder with latent attention. `head_dim` is the head size of queries."""
 
@@ -38,6 +54,8 @@ class LatentConfig(ModelConfig, frozen=True, kw_only=True):
     value_dim: int
     interleaved: bool
     """Whether neighbouring features are rotated together."""
+    index: IndexConfig | None = None
+    """The index that chooses what queries attend to; None: they attend to all tokens."""
 
 
 class LatentDecoder(DecoderLM):
@@ -46,22 +64,33 @@ class LatentDecoder(DecoderLM):
     config: LatentConfig
 
     def attention(self, layer: int) -> AnyAttention:
-        config = self.config
+        config, index = self.config, self.config.index
         assert config.score_scale is not None
-        return LatentAttention(
-            layer,
-            config.hidden_size,
-            num_heads=config.num_heads,
-            q_rank=config.q_rank,
-            kv_rank=config.kv_rank,
-            nope_dim=config.nope_dim,
-            rope_dim=config.rope_dim,
-            value_dim=config.value_dim,
-            scale=config.score_scale,
-            interleaved=config.interleaved,
-            bias=config.out_bias,
-            scale_queries=config.query_scaling is not None,
-        )
+        sizes: dict[str, Any] = {
+            "num_heads": config.num_heads,
+            "q_rank": config.q_rank,
+            "kv_rank": config.kv_rank,
+            "nope_dim": config.nope_dim,
+            "rope_dim": config.rope_dim,
+            "value_dim": config.value_dim,
+            "scale": config.score_scale,
+            "interleaved": config.interleaved,
+            "bias": config.out_bias,
+            "scale_queries": config.query_scaling is not None,
+        }
+        if index is None:
+            return LatentAttention(layer, config.hidden_size, **sizes)
+        own = None
+        if layer in index.layers:
+            assert config.q_rank is not None
+            own = TokenIndex(
+                config.hidden_size,
+                config.q_rank,
+                num_heads=index.num_heads,
+                head_dim=index.head_dim,
+                interleaved=index.interleaved,
+            )
+        return SparseLatentAttention(layer, config.hidden_size, top_k=index.top_k, index=own, **sizes)
 
 
 def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from asyncllm.models.vision.refused import NO_REFERENCE, REFUSED_VISION_MODELS, 
 
 __all__ = ["REFUSED_MODELS", "REFUSED_TEXT_MODELS"]
 
-_INDEX = "its index of the tokens that each query attends to is not implemented"
+_INDEX = "its kind of index of the tokens that each query attends to is not implemented"
 _DIFFUSION = "it generates blocks of tokens by diffusion"
 _LIGHTNING = "its linear attention with fixed decay is not implemented"
 _STREAMS = "parallel residual streams are not implemented"

@@ -370,3 +370,21 @@ def test_graphs_are_captured_of_what_most_steps_replay() -> None:
     assert counts(agent) == {"mixed": 28, "forward": 46, "sample from lists": 46}
     adapted = counts(tiny_agent(max_batch_size=256, max_loras=1))
     assert adapted == {**plain, "mixed with adapters": 28, "forward with adapters": 46}
+
+
+def test_no_step_of_a_longer_context_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where sparse attention begins to choose: a graph knows no context's length."""
+    for longest, captured in ((None, [True] * 7), (8, [True] * 4 + [False] * 3)):
+        agent = tiny_agent()
+        graphs, seen = object(), list[bool]()
+        launch = agent._launch_mixed
+
+        def spied(batch: Batch, pending: Any, given: Any, launch: Any = launch, seen: list[bool] = seen) -> None:
+            seen.append(given is not None)
+            launch(batch, pending, None)
+
+        monkeypatch.setattr(agent, "_launch_mixed", spied)
+        monkeypatch.setattr(agent, "_launch_decode", spied)
+        agent._graphs, agent._captured_context = graphs, longest  # type: ignore[assignment]
+        Driver(agent).generate(3, prompt_of(5), 7, chunk=1000)
+        assert seen == captured

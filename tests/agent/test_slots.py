@@ -30,6 +30,19 @@ def test_every_position_of_a_session_has_a_block() -> None:
     assert slots_of().max_blocks == 8
 
 
+def test_the_longest_context_of_the_next_step() -> None:
+    slots = slots_of(s0=5, s2=9)
+    long = PrefillRow(slot=2, tokens=[1, 2], position=4, sample=False)
+    slots.advance(batch_of([], PrefillRow(slot=0, tokens=[1] * 5, position=0, sample=True)))
+    steps = (batch_of([0]), batch_of([], long), batch_of([0], long), batch_of([0], long), batch_of([]))
+    longest = []
+    for batch in steps:
+        longest.append(slots.longest_context(batch))
+        if longest[-1]:
+            assert longest[-1] == slots.advance(batch).columns[KV_LENS].max()
+    assert longest == [6, 6, 7, 8, 0]
+
+
 def test_a_mixed_step() -> None:
     slots = slots_of(s0=5, s2=9, s3=2)
     slots.advance(batch_of([], PrefillRow(slot=0, tokens=[1] * 5, position=0, sample=True)))

@@ -1,4 +1,5 @@
-"""Whole engines over a cache of latents: shared, preempted, copied, forked and kept blocks change no answer."""
+"""Whole engines over a cache of latents, and over one of latents and index keys: shared, preempted, copied, forked and
+kept blocks change no answer."""
 
 from __future__ import annotations
 
@@ -15,16 +16,23 @@ from tests.models.parity import Case, folder_of, open_case, random_tokens, refer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
-CASE = Case("deepseek_v3", "default")
+DENSE, SPARSE = Case("deepseek_v3", "default"), Case("glm_moe_dsa", "default")
 dice = Random(3)
 PROMPTS = [[dice.randrange(4, 320) for _ in range(length)] for length in (9, 30, 4, 17)]
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True)
 ROOM, TIGHT = 200, 20
 
 
+@pytest.fixture(scope="module", params=[DENSE, SPARSE], ids=["dense", "sparse"])
+def case(request: pytest.FixtureRequest) -> Case:
+    """The index of the sparse one chooses 20 tokens."""
+    assert isinstance(request.param, Case)
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return folder_of(CASE)
+def folder(case: Case) -> Path:
+    return folder_of(case)
 
 
 def new_engine(folder: Path, **fields: Any) -> AsyncEngine:
@@ -38,17 +46,17 @@ async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
-def expected(prompt: list[int]) -> list[int]:
+def expected(case: Case, prompt: list[int]) -> list[int]:
     """transformers' greedy answer."""
     tokens = list(prompt)
     for _ in range(GREEDY.max_new_tokens or 0):
-        tokens.append(int(reference(CASE, tokens)[-1].argmax()))
+        tokens.append(int(reference(case, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[list[int]]:
-    return [expected(prompt) for prompt in PROMPTS]
+def answers(case: Case) -> list[list[int]]:
+    return [expected(case, prompt) for prompt in PROMPTS]
 
 
 async def answer_all(engine: AsyncEngine, config: GenerationConfig = GREEDY) -> list[list[int]]:
@@ -61,25 +69,25 @@ async def test_chunks_and_a_mixed_batch(engine: AsyncEngine, answers: list[list[
     assert engine.stats().preemptions == 0
 
 
-async def test_a_long_prompt_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_prompt_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host says how long prompts are; a batch-invariant engine computes all of them alike."""
     prompt, seen = random_tokens(4, 70), []
     gather = kernels.gather_lines
     monkeypatch.setattr(kernels, "gather_lines", lambda *args, **options: seen.append(1) or gather(*args, **options))
     for invariant in (False, True):
-        async with new_engine(folder, max_prefill_token_num=128, batch_invariant=invariant) as engine:
+        async with new_engine(folder_of(DENSE), max_prefill_token_num=128, batch_invariant=invariant) as engine:
             answer = await engine.generate(input_ids=prompt, gen_config=GREEDY)
-            assert answer.token_ids == expected(prompt)
+            assert answer.token_ids == expected(DENSE, prompt)
     # The last layer attends for the sampled token alone.
     assert len(seen) == 1
 
 
-async def test_shared_blocks(engine: AsyncEngine) -> None:
+async def test_shared_blocks(engine: AsyncEngine, case: Case) -> None:
     prompt = random_tokens(9, 31)
     first = await engine.generate(input_ids=prompt, gen_config=GREEDY)
     second = await engine.generate(input_ids=prompt, gen_config=GREEDY)
     assert (first.cached_token_len, second.cached_token_len) == (0, 28)
-    assert first.token_ids == second.token_ids == expected(prompt)
+    assert first.token_ids == second.token_ids == expected(case, prompt)
 
 
 @pytest.mark.parametrize("fields", [{}, {"eviction_type": "copy", "num_cpu_blocks": 40}], ids=["recompute", "copy"])
@@ -91,7 +99,7 @@ async def test_preemption(folder: Path, fields: dict[str, Any], answers: list[li
             assert engine.stats().blocks_swapped_in > 0
 
 
-async def test_several_answers_to_one_prompt(engine: AsyncEngine) -> None:
+async def test_several_answers_to_one_prompt(engine: AsyncEngine, case: Case) -> None:
     """They share the prompt's blocks, of which the last is copied when they part."""
     prompt = PROMPTS[1]
     config = GenerationConfig(max_new_tokens=8, ignore_eos=True, temperature=1.0, top_k=0, random_seed=5, n=3)
@@ -99,7 +107,7 @@ async def test_several_answers_to_one_prompt(engine: AsyncEngine) -> None:
     together = [choice.token_ids for choice in response.choices]
     assert len({tuple(each) for each in together}) == 3
     for tokens in together:
-        logits = reference(CASE, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        logits = reference(case, [*prompt, *tokens])[len(prompt) - 1 : -1]
         scores = await engine.get_logits([*prompt, *tokens])
         assert (scores[len(prompt) - 1 : -1] - logits).abs().max() < 1e-4
 
@@ -125,10 +133,13 @@ def test_bytes_of_a_block() -> None:
 
     from asyncllm.agent.cache.layout import CacheLayout
     from asyncllm.layers.cache_spec import LatentKVSpec
+    from asyncllm.layers.sparse_latent_attention import IndexedLatentKVSpec
 
     for num_layers, token in ((1, 1152), (27, 31_104), (61, 70_272)):
         layout = CacheLayout([LatentKVSpec(512, 64)] * num_layers, 64, torch.bfloat16)
         assert layout.block_bytes == 64 * token
         assert len(layout.parts) == 1
-    tiny = open_case(CASE)
+    indexed = CacheLayout([IndexedLatentKVSpec(LatentKVSpec(512, 64), 128)] * 61, 64, torch.bfloat16)
+    assert indexed.block_bytes == 64 * 85_888
+    tiny = open_case(DENSE)
     assert tiny.cache_specs == [LatentKVSpec(40, 8)] * 2

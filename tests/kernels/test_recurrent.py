@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels import Pieces, StatePlan, memory, plan_states, recurrent
-from asyncllm.kernels.selective_scan import selective_scan
 from asyncllm.kernels.triton import memory as memory_launchers
 from asyncllm.kernels.triton import recurrent as launchers
 from asyncllm.kernels.triton import selective_scan as scan_launchers
@@ -204,7 +203,7 @@ def test_state_space(
     torch.testing.assert_close(found.float(), expected, **tolerance(dtype, expected))
 
 
-@pytest.mark.parametrize("scan", [selective_scan, scan_launchers.selective_scan], ids=["op", "launcher"])
+@pytest.mark.parametrize("scan", [memory.selective_scan, scan_launchers.selective_scan], ids=["op", "launcher"])
 @DTYPES
 @pytest.mark.parametrize(("features", "size", "lens", "block"), [(11, 3, LENS, BLOCK), (5, 4, LONG, 80)])
 def test_selective_scan(

@@ -133,7 +133,7 @@ SHARDS = {
     "mlp.shared.down": "row",
 }
 
-WHOLE = ("altup.", "laurel.", "layer_input.", "layer_inputs.", "norm.", "spread.")
+WHOLE = ("altup.", "attn.index.", "laurel.", "layer_input.", "layer_inputs.", "norm.", "spread.")
 """What is small, or between streams, is on every rank."""
 
 

@@ -148,8 +148,8 @@ def test_models_that_cannot_be_quantized_are_named(
     monkeypatch.setattr(Dbrx, "weights", Dbrx.weights.without(alone))
     with pytest.raises(UnsupportedModel, match=r"mlp\.v1.*no place"):
         lite.blocked_fp8(stacked, str(tmp_path / "again"))
-    sharing = build_checkpoint("gemma4", tmp_path / "gemma4")
-    for tool in ("smooth_quant", "calibrate"):
+    for family, tool in (("gemma4", "smooth_quant"), ("gemma4", "calibrate"), ("glm_moe_dsa", "smooth_quant")):
+        sharing = build_checkpoint(family, tmp_path / family)
         with pytest.raises(UnsupportedModel, match=r"cannot run one at a time.*Use blocked_fp8"):
             lite.TOOLS[tool](sharing, str(tmp_path / "again"), texts=TEXTS)
     with pytest.raises(InvalidParameter, match="folder of the model"):

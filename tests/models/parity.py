@@ -95,6 +95,7 @@ UNDER_ALL_SCALINGS = ("gemma2", "internlm2", "llama", "mistral", "mixtral", "qwe
 SCALINGS_OF = {
     "deepseek_v2": ["default", "yarn_mscale"],
     "deepseek_v3": ["default", "yarn_mscale"],
+    "deepseek_v32": ["default", "yarn_mscale"],
     **{family: COMMON_SCALINGS for family in UNDER_ALL_SCALINGS},
     "minicpm3": ["default", "longrope_long"],
     "phi": ["default", "dynamic"],

@@ -540,17 +540,6 @@ def test_heads_of_gemma_have_256_features_in_all_layers(tmp_path: Path, architec
     assert set(local) == {config.head_dim} == {256}
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_contexts_end_where_an_index_begins_to_choose(tmp_path: Path, architecture: str) -> None:
-    longer = {"max_position_embeddings": 163840}
-    config = read(tmp_path, longer, tiny(architecture))
-    assert (config.max_position, "index_topk" in config.beyond) == (256, True)
-    assert not read(tmp_path, longer, tiny("DeepseekV3ForCausalLM")).beyond
-    assert read(tmp_path, {**longer, "index_topk": ABSENT}, tiny(architecture)).max_position == 2048
-    with pytest.raises(UnsupportedModel, match=r"index_topk = 256.*Leave the scaling out"):
-        read(tmp_path, longer, tiny(architecture), rope_scaling_factor=2.0)
-
-
 def test_a_decoder_of_images_may_have_no_window(tmp_path: Path) -> None:
     """Mistral Small 3.1 says null, and Mistral 7B v0.1, whose class it is, has a window where nothing is said."""
     for window, expected in ((ABSENT, 4096), (None, None), (8, 8)):

@@ -316,6 +316,39 @@ def forget_shared_experts(model: DecoderLM) -> None:
     model.layers[-1].mlp.shared.down.weight.zero_()
 
 
+def in_each_index(change: Callable[[torch.nn.Module], None]) -> Mutation:
+    return in_each_attention(lambda attention: None if attention.index is None else change(attention.index))
+
+
+def choose_for_one_layer_alone(model: DecoderLM) -> None:
+    """A layer that shares an index attends as the first one does, whichever is nearest."""
+    model.layers[2].attn.index.choose = lambda x, compressed, step, *_, **__: step.chosen
+
+
+@pytest.mark.parametrize(
+    ("family", "mutate"),
+    [
+        *(
+            (family, mutate)
+            for family in ("deepseek_v32", "glm_moe_dsa")
+            for mutate in (
+                set_attribute("top_k", 10**6),
+                set_attribute("top_k", 19),
+                set_attribute("top_k", 21),
+                in_each_index(lambda index: setattr(index, "interleaved", not index.interleaved)),
+                in_each_index(lambda index: index.k_norm.bias.zero_()),
+                in_each_index(lambda index: index.k_norm.weight.fill_(1)),
+                in_each_index(lambda index: index.weights.weight.abs_()),
+                in_each_index(lambda index: index.q.weight.copy_(index.q.weight.roll(24, 0).clone())),
+            )
+        ),
+        ("glm_moe_dsa", choose_for_one_layer_alone),
+    ],
+)
+def test_details_of_an_index(family: str, mutate: Mutation) -> None:
+    assert difference(Case(family, "default"), mutate) > CLEARLY_WRONG
+
+
 @pytest.mark.parametrize(
     ("family", "scaling", "mutate"),
     [

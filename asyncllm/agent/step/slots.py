@@ -128,6 +128,13 @@ class SlotArrays:
         """Write block ids into the slot's block table of a group, from entry `index` on."""
         self._blocks[group, slot, index : index + len(blocks)] = blocks
 
+    def longest_context(self, batch: Batch) -> int:
+        """Return the number of tokens of the longest context in the next step, or 0 if it has no rows."""
+        ends = [row.position + len(row.tokens) for row in batch.prefill]
+        if batch.decode:
+            ends.append(int(self._position[np.array(batch.decode, np.int64)].max()) + 1)
+        return max(ends, default=0)
+
     def advance(self, batch: Batch) -> StepArrays:
         """Return the arrays of a step with at least one row, and move every row's position past its tokens."""
         num_decode, prefill = len(batch.decode), batch.prefill

@@ -142,6 +142,10 @@ class SlotTables:
             return False
         return sum(len(blocks) for _, blocks in self._updates) <= num_rows * self._num_groups
 
+    def longest_context(self, batch: Batch) -> int:
+        """Return the number of tokens of the longest context of a step that has not been uploaded yet."""
+        return self._slots.longest_context(batch)
+
     def advance_decode(self, batch: Batch) -> StepArrays:
         """Upload a decode step to the fixed tensors that `decode_inputs` reads."""
         arrays = self._slots.advance(batch)
@@ -207,6 +211,7 @@ class SlotTables:
         else:
             input_ids, block_tables = self._mixed_buffers(size)
         inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
+        inputs.contexts = placed.columns[KV_LENS].tolist()
         if size is None:
             inputs.prompts = arrays.prompts
         if not sampled_columns:
