@@ -35,6 +35,14 @@ from asyncllm.testing import FakePipeline
 
 
 @pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also in a test run that was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def pipe() -> Iterator[FakePipeline]:
     with FakePipeline({"ping": "pong", "long": "x" * 500}) as pipe:
         yield pipe
@@ -298,7 +306,7 @@ class TestLoops:
         assert signal.getsignal(signal.SIGINT) is before
 
     @pytest.mark.parametrize("options", [{}, {"use_tqdm": True}], ids=str)
-    def test_an_interrupted_call_ends_its_requests(self, options: dict[str, Any]) -> None:
+    def test_an_interrupted_call_ends_its_requests(self, options: dict[str, Any], interruptible: None) -> None:
         with FakePipeline("x" * 500, delay_per_token=0.005) as pipe:
             here = threading.get_ident()
             threading.Timer(0.05, lambda: signal.pthread_kill(here, signal.SIGINT)).start()

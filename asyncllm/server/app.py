@@ -8,9 +8,8 @@ from contextlib import ExitStack, nullcontext
 
 from aiohttp import web
 
-from asyncllm.server.anthropic.models import asks_for_anthropic
 from asyncllm.server.http.access import KEY, Auth
-from asyncllm.server.http.entrance import REQUEST_ID, add_headers, expect_nothing, give_id
+from asyncllm.server.http.entrance import REQUEST_ID, add_headers, asks_for_anthropic, expect_nothing, give_id
 from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
 from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send

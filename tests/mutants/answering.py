@@ -9,13 +9,13 @@ __all__ = ["ANSWERING"]
 SESSION = mutants(
     "engine/sessions/session_table.py",
     ("            if not self._delivery.abandoned:", "            if False:", "a second turn waits for the first"),
-    ("        if self._stop_asked:", "        if False:", "a turn is not stopped while its prompt is being encoded"),
+    ("            if label == session_id:", "            if False:", "an answer is not stopped while it is encoded"),
+    ("        if self.closed:\n            return\n", "", "a closed session pins blocks again"),
     (
-        "        if request is None or self.closed:",
+        "        if request is None or request.sequences[0].finish_reason is None:",
         "        if request is None:",
-        "a closed session pins blocks again",
+        "a turn that never ran becomes history",
     ),
-    ("        if sequence.finish_reason is None:", "        if False:", "a turn that never ran becomes history"),
     (
         "        self._pinned = self._table.pin(self._pinned, self.past, self._root)",
         "        pass",

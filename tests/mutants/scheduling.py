@@ -326,9 +326,19 @@ WAITING_QUEUE = mutants(
 CHUNKED_PREFILL = mutants(
     "engine/schedule/chunked_prefill.py",
     (
-        "(sequence, shorter)] if shorter > 0 else chunks",
-        "(sequence, shorter)] if shorter >= 0 else chunks",
+        "        if shorter <= 0:",
+        "        if shorter < 0:",
         "rounding to whole tiles leaves an empty chunk",
+    ),
+    (
+        "return chunks if later and others * tile < total else ",
+        "return ",
+        "a prompt is cut although it loses more than the others gain",
+    ),
+    (
+        "later = -(-(left - shorter) // self.max_tokens) > -(-(left - length) // self.max_tokens)",
+        "later = True",
+        "a prompt that loses nothing is not cut",
     ),
     (
         "max(whole - len(decoding), -(-whole // 4))",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -63,7 +64,7 @@ class Generation(Coroutine[Any, Any, Response]):
         request: Request | None = None
         try:
             self._loop = self._engine.running()
-            with self._engine.sessions.preparing(self._delivery, self._call.session_id):
+            with self._preparing():
                 request = await self._prepared()
                 async with self._loop.holding_adapter(request):
                     if self._delivery.abandoned:
@@ -82,6 +83,11 @@ class Generation(Coroutine[Any, Any, Response]):
                 request.let_go()
             raise
         self._request = request
+
+    def _preparing(self) -> AbstractContextManager[None]:
+        """Return a context in which `stop_session` finds the answer."""
+        session_id = self._call.session_id
+        return nullcontext() if session_id is None else self._engine.sessions.preparing(self._delivery, session_id)
 
     async def _prepared(self) -> Request:
         """Return the prepared request. Turn errors of tokenizer and template code into RequestFailed."""

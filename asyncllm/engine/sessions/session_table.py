@@ -222,14 +222,13 @@ class SessionTable:
             del self._open[conversation.id]
 
     @contextmanager
-    def preparing(self, delivery: Delivery, session_id: int | None) -> Iterator[None]:
+    def preparing(self, delivery: Delivery, session_id: int) -> Iterator[None]:
         """Let `stop` find an answer during the block, which queues its request."""
-        if session_id is not None:
-            self._preparing[delivery] = session_id
+        self._preparing[delivery] = session_id
         try:
             yield
         finally:
-            self._preparing.pop(delivery, None)
+            del self._preparing[delivery]
 
     def stop(self, session_id: int) -> None:
         """Stop the answers of this id that are turns of a conversation, or not queued yet."""

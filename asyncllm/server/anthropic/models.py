@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
-from aiohttp import web
 
 from asyncllm.server.service import Service
 
-__all__ = ["ModelInfo", "ModelInfoList", "asks_for_anthropic", "list_of", "model_info"]
+__all__ = ["ModelInfo", "ModelInfoList", "list_of", "model_info"]
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
@@ -35,11 +34,6 @@ class ModelInfoList(msgspec.Struct, kw_only=True):
     first_id: str
     last_id: str
     has_more: bool = False
-
-
-def asks_for_anthropic(request: web.Request) -> bool:
-    """Return whether the request comes from an Anthropic client."""
-    return "anthropic-version" in request.headers
 
 
 def model_info(service: Service, name: str) -> ModelInfo:

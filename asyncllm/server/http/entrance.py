@@ -17,7 +17,16 @@ from aiohttp import web
 from asyncllm.server.http.access import Access
 from asyncllm.server.http.errors import ApiError, retry_after
 
-__all__ = ["REQUEST_ID", "REQUEST_ID_HEADER", "Entrance", "Phase", "add_headers", "expect_nothing", "give_id"]
+__all__ = [
+    "REQUEST_ID",
+    "REQUEST_ID_HEADER",
+    "Entrance",
+    "Phase",
+    "add_headers",
+    "asks_for_anthropic",
+    "expect_nothing",
+    "give_id",
+]
 
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
@@ -106,6 +115,11 @@ def give_id(request: web.Request) -> None:
     """Set the request's id, which is the client's own if that is valid."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def asks_for_anthropic(request: web.Request) -> bool:
+    """Return whether the request comes from a client of Anthropic's API."""
+    return "anthropic-version" in request.headers
 
 
 def add_headers(request: web.Request, response: web.StreamResponse, access: Access) -> None:
