@@ -31,6 +31,7 @@ from asyncllm.server.docs.openapi import openapi_json
 from asyncllm.server.docs.page import docs
 from asyncllm.server.http.access import Auth
 from asyncllm.server.http.routing import Route
+from asyncllm.server.lmdeploy.abort import AbortRequest, abort_request
 from asyncllm.server.lmdeploy.generate import generate
 from asyncllm.server.lmdeploy.interactive import chat_interactive
 from asyncllm.server.lmdeploy.requests import (
@@ -342,6 +343,15 @@ ROUTES: tuple[Route, ...] = (
         body=GenerateRequest,
         answer=GenerateResponse,
         streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/abort_request",
+        handler=abort_request,
+        auth=Auth.KEY,
+        body=AbortRequest,
+        content_type="text/plain",
+        work=False,
     ),
     Route(
         method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse

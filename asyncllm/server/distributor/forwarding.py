@@ -36,6 +36,7 @@ OF_ONE_SERVER = frozenset(
         "/wakeup",
         "/wake_up",
         "/is_sleeping",
+        "/abort_request",
         "/pause",
         "/resume",
         "/is_paused",

@@ -233,7 +233,6 @@ ELSEWHERE = {
     "v1/realtime": "The realtime API is not implemented. Send stream to /v1/chat/completions or /v1/responses.",
     "nodes": "This is one server. Nodes belong to a distributor (`asyncllm serve proxy`), with which servers register "
     "by --proxy-url.",
-    "abort_request": "Close the connection to abort an answer.",
     "update_weights": "Weights are replaced by the program that owns the engine, with update_weights().",
     "distserve": "KV blocks are not handed to other servers.",
     "docs": "The page at / shows the routes and tries them.",

@@ -5,6 +5,7 @@ Clients with different keys share only the engine, neither cached prefixes, whic
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
@@ -328,7 +329,12 @@ def engine_session_id(request: web.Request, session_id: int) -> int:
     return (request[KEY] + 2) * IDS_PER_KEY + session_id
 
 
-def label_of(request: web.Request, session_id: int | None) -> int | None:
-    """Return the engine's label for an answer that /v1/chat/interactive may stop by `session_id`; LMDeploy's -1 means
-    None."""
-    return None if session_id is None or session_id == -1 else engine_session_id(request, session_id)
+def label_of(request: web.Request, session_id: int | None, name: str | None = None) -> int | None:
+    """Return the engine's label for an answer that others may stop by `session_id`, or if it has none by its own id,
+    `name`; LMDeploy's -1 means None."""
+    if session_id is not None and session_id != -1:
+        return engine_session_id(request, session_id)
+    if name is None:
+        return None
+    # Names are below all numbers.
+    return -1 - int.from_bytes(blake2b(f"{request[KEY]}/{name}".encode(), digest_size=8).digest())

@@ -19,7 +19,7 @@ from asyncllm.server.http.responses import built_response, encode
 from asyncllm.server.lmdeploy.requests import GenerateRequest, LMDeployFields
 from asyncllm.server.openai.answers import ranked, size_of
 from asyncllm.server.openai.inputs import prompts_of
-from asyncllm.server.request.arguments import GENERATE_TOKENS, image_options, request_options, same_fields
+from asyncllm.server.request.arguments import GENERATE_TOKENS, image_options, label_of, request_options, same_fields
 from asyncllm.server.request.decode import FORM_FIELD, PROMPT_FIELD
 from asyncllm.server.request.fields import ImageUrls
 from asyncllm.server.request.media import images_of
@@ -77,6 +77,7 @@ async def generate_sglang(request: web.Request, body: GenerateRequest) -> web.St
             form.configs[index],
             do_preprocess=False,
             input_ids=None if isinstance(prompt, str) else prompt,
+            session_id=label_of(request, None, body.rid),
             stream_response=body.stream,
             adapter_name=service.adapter_of(body.lora_path or body.model),
             **options,

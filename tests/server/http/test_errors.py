@@ -21,7 +21,6 @@ def test_paths_of_the_server_are_for_its_log() -> None:
         ("/v1/files/abc/content", "asyncllm batch"),
         ("/v1/messages/batches", "No batches"),
         ("/nodes/status", "serve proxy"),
-        ("/abort_request", "Close the connection"),
         ("/docs", "page at /"),
         ("/files", "GET / lists them"),
         ("/v1/nodes", "GET / lists them"),
