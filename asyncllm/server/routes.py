@@ -31,6 +31,7 @@ from asyncllm.server.docs.openapi import openapi_json
 from asyncllm.server.docs.page import docs
 from asyncllm.server.http.access import Auth
 from asyncllm.server.http.routing import Route
+from asyncllm.server.invocations import Invocation, invocations
 from asyncllm.server.lmdeploy.abort import AbortRequest, abort_request
 from asyncllm.server.lmdeploy.generate import generate
 from asyncllm.server.lmdeploy.interactive import chat_interactive
@@ -342,6 +343,15 @@ ROUTES: tuple[Route, ...] = (
         auth=Auth.KEY,
         body=GenerateRequest,
         answer=GenerateResponse,
+        streams=True,
+    ),
+    Route(
+        method="POST",
+        path="/invocations",
+        handler=invocations,
+        auth=Auth.KEY,
+        body=Invocation,
+        content_type="application/json",
         streams=True,
     ),
     Route(

@@ -12,7 +12,7 @@ from aiohttp import web
 from asyncllm.server.http.access import Auth
 from asyncllm.server.http.errors import ErrorFormat
 
-__all__ = ["Route", "Slashes", "without_slashes"]
+__all__ = ["Handler", "Route", "Slashes", "without_slashes"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

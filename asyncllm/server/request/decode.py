@@ -27,12 +27,23 @@ from asyncllm.server.request.fields import Body, FurtherFields
 from asyncllm.server.request.neutral import NEUTRAL, check_neutral
 from asyncllm.server.service import service_of
 
-__all__ = ["FORM_FIELD", "IGNORED", "PROMPT_FIELD", "check_shape", "named_in_a_header", "read_request"]
+__all__ = [
+    "BODY",
+    "FORM_FIELD",
+    "IGNORED",
+    "PROMPT_FIELD",
+    "check_shape",
+    "named_in_a_header",
+    "read_body_of",
+    "read_request",
+]
 
 Kind = TypeVar("Kind", bound=Body)
 
 IGNORED = web.RequestKey("IGNORED", list[str])
 """Unknown names in the body that were ignored, with `unknown_fields="ignore"`."""
+BODY = web.RequestKey("BODY", bytes)
+"""The body, if it was read to find its route."""
 PROMPT_FIELD = web.RequestKey("PROMPT_FIELD", str)
 """The body's field that holds the prompt, for errors about it."""
 FORM_FIELD = web.RequestKey("FORM_FIELD", str)
@@ -72,13 +83,20 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, strict=False)
 
 
-async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
-    """Return the body as `kind`, checked against the served model. Raises ApiError."""
+async def read_body_of(request: web.Request) -> bytes:
+    """Return the body, once. Raises ApiError."""
     service = service_of(request)
     # Ollama's documentation shows calls without Content-Type.
     undeclared = request.path.startswith("/api/")
     data = await read_body(request, service.config.body_timeout, service.max_body_bytes, undeclared=undeclared)
     check_shape(data)
+    return data
+
+
+async def read_request(request: web.Request, kind: type[Kind]) -> Kind:
+    """Return the body as `kind`, checked against the served model. Raises ApiError."""
+    service = service_of(request)
+    data = request[BODY] if BODY in request else await read_body_of(request)
     body, unknown = _decoded(data, kind)
     if unknown and service.config.unknown_fields == "refuse":
         raise _unknown(*unknown[0])
