@@ -105,6 +105,7 @@ def test_a_pipeline_of_lmdeploys() -> None:
         ("serve proxy --serving-strategy DistServe", "not transferred to other servers"),
         ("serve proxy --migration-protocol NVLINK", "not transferred to other servers"),
         ("convert internlm2 folder", "is not needed"),
+        ("convert internlm2 folder --dst-path workspace --tp 2 --trust-remote-code", "is not needed"),
     ],
 )
 def test_commands_that_are_refused(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

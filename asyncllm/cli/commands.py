@@ -25,7 +25,7 @@ from asyncllm.cli.flags import (
 )
 from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
 from asyncllm.config import EngineConfig, GenerationConfig
-from asyncllm.errors import AsyncLLMError, InvalidParameter
+from asyncllm.errors import AsyncLLMError, InvalidParameter, UnsupportedFeature
 from asyncllm.locate import BUNDLED
 from asyncllm.shown import in_terminal, to_stderr
 
@@ -155,6 +155,9 @@ def _parser() -> flags.Parser:
     convert = command("convert", _convert, "Convert a checkpoint of .bin files to safetensors.")
     convert.add_argument("source", metavar="SRC", help="Folder of the checkpoint.")
     convert.add_argument("destination", nargs="?", metavar="DST", help="Folder to write. Default: next to SRC.")
+    of_lmdeploy = ("--dst-path", "--model-format", "--tokenizer-path", "--tp", "--group-size", "--quant-path")
+    of_hub = ("--revision", "--download-dir", "--trust-remote-code")
+    convert.add_argument(*of_lmdeploy, *of_hub, dest="lmdeploy", nargs="?", const="", help=argparse.SUPPRESS)
     return parser
 
 
@@ -250,6 +253,11 @@ def _convert(options: argparse.Namespace) -> int:
 
     from asyncllm.models.convert import convert
 
+    if options.lmdeploy is not None:
+        raise UnsupportedFeature(
+            "LMDeploy's conversion to its own format is not needed: open the model as the hub has it, with "
+            "`asyncllm chat MODEL`. `asyncllm convert SRC [DST]` converts .bin files."
+        )
     report = convert(Path(options.source), Path(options.destination) if options.destination else None)
     print(f"{report.num_tensors} tensors, {report.num_bytes / 1e6:.1f} MB in {len(report.files)} file(s)")
     for name in report.dropped:
