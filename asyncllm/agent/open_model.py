@@ -22,6 +22,7 @@ from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.plugins import load_plugins
 from asyncllm.models.registry import ModelOptions, open_model, read_config
+from asyncllm.models.unread_overrides import refuse_unread
 from asyncllm.protocol import Limits, StartTimes
 
 __all__ = ["OpenedModel", "check_block_size", "choose_device"]
@@ -80,6 +81,7 @@ class OpenedModel(NamedTuple):
         times.lap("device")
         load_plugins(config.plugin or ())
         model_config = read_config(path, **options) if model is None else model.config
+        refuse_unread(path, **options)
         max_position = _max_position(config, model_config)
         dtype = _dtype(config, model_config, device)
 

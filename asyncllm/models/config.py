@@ -17,7 +17,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.layers.linear_method import Activation
 from asyncllm.layers.rotary import RopeConfig, RopeKind
 from asyncllm.models.model_config import ExpertsConfig, ModelConfig
-from asyncllm.models.overrides import WatchedEntries, with_rotation
+from asyncllm.models.overrides import with_rotation
 from asyncllm.text.config_overrides import overridden
 
 __all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
@@ -139,9 +139,8 @@ class HFConfig:
             raise InvalidCheckpoint(f"{file}: not valid JSON ({error}). Download the file again.") from None
         if not isinstance(fields, dict):
             raise InvalidCheckpoint(f"{file}: holds {_kind(fields)} where an object belongs. Download the file again.")
-        entries = overridden(fields, overrides or {}, change=with_rotation)
         return cls(
-            WatchedEntries.of(entries, fields, overrides) if overrides else entries,
+            overridden(fields, overrides or {}, change=with_rotation),
             source=str(file),
             session_len=session_len,
             rope_scaling_factor=rope_scaling_factor,
@@ -153,15 +152,8 @@ class HFConfig:
 
     def replaced(self, fields: Mapping[str, Any], **settings: Any) -> HFConfig:
         """Return a file of these entries alone, and of the same settings unless others are given."""
-        if isinstance(self.fields, WatchedEntries):
-            fields = WatchedEntries(fields, self.fields.added)
         kept = {"source": self.source, "session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor}
         return HFConfig(fields, **{**kept, **settings})
-
-    def refuse_unread(self, architecture: str) -> None:
-        """Raise InvalidParameter for an override of an entry that the file lacks and nothing has read."""
-        if isinstance(self.fields, WatchedEntries):
-            self.fields.refuse_unread(architecture)
 
     def named(self, words: Mapping[str, str]) -> HFConfig:
         """Return the file with the entries in `words`, old name -> usual name, available under the usual names too."""

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from asyncllm.errors import InvalidParameter, short
 
-__all__ = ["WatchedEntries", "with_rotation"]
+__all__ = ["MOVED", "with_rotation"]
 
 _KINDS: Mapping[str, str] = {
     "rope_theta": "full_attention",
@@ -20,43 +20,8 @@ _KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interlea
 """Entries of rope_parameters that a new rope_scaling leaves as they are unless it has its own."""
 
 
-_ROTATION = frozenset({*_KINDS, *_KEPT, "rope_parameters", "dtype", "torch_dtype"})
+MOVED = frozenset({*_KINDS, *_KEPT, "rope_parameters", "dtype", "torch_dtype"})
 """Entries that `with_rotation` may move into others."""
-
-
-class WatchedEntries(dict[str, Any]):
-    """Entries of a config.json that note which of the `added` ones, overrides that the file itself lacks, are read."""
-
-    def __init__(self, fields: Mapping[str, Any], added: set[str]) -> None:
-        """`added` loses the entries that are read."""
-        super().__init__(fields)
-        self.added = added
-
-    @staticmethod
-    def of(fields: Mapping[str, Any], file: Mapping[str, Any], overrides: Mapping[str, Any]) -> WatchedEntries:
-        """Watch `fields`, which are those of the file with the overrides."""
-        return WatchedEntries(fields, set(overrides) - set(file) - _ROTATION)
-
-    def __getitem__(self, key: str) -> Any:
-        self.added.discard(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.added.discard(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.added.discard(key)
-        return super().__contains__(key)
-
-    def refuse_unread(self, architecture: str) -> None:
-        """Raise InvalidParameter for an override that has not been read."""
-        if self.added:
-            raise InvalidParameter(
-                f"hf_overrides: {architecture} with this config.json reads no entry {short(min(self.added))}, which "
-                f"would have no effect. Correct its name, or leave it out.",
-                "hf_overrides",
-            )
 
 
 def with_rotation(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

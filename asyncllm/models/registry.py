@@ -274,9 +274,7 @@ def _configure(
             return decoder, completed(config), scheme_of(parts.text.fields, path, model_format)
         family = _find(name)
         if family is not None:
-            found = family, completed(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
-            hf.refuse_unread(name)
-            return found
+            return family, completed(family.configure(hf, name)), scheme_of(hf.fields, path, model_format)
     remote = "Its own code (auto_map) is never run. " if hf.fields.get("auto_map") else ""
     every = [*families(), *VISION_MODELS]
     near = next((f"The nearest name is {each}. " for each in get_close_matches(names[0], every, 1)), "")

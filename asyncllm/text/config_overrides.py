@@ -8,12 +8,12 @@ from typing import Any
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.checkpoint_files import classes_of
 
-__all__ = ["overridden"]
+__all__ = ["GROUPS", "overridden"]
 
 _HOLDERS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Parts that have entries of the language model, the outermost first."""
 _PARTS = (*_HOLDERS, "vision_config", "high_res_vision_config", "projector_config")
-_GROUPS = (*_PARTS, "attn_config", "ffn_config")
+GROUPS = (*_PARTS, "attn_config", "ffn_config")
 """Objects of which an override replaces single entries."""
 _UNSAID_TOWERS = frozenset({"InternLMXComposer2ForCausalLM", "MolmoForCausalLM", "Phi4MMForCausalLM"})
 """Classes of models whose files lack a vision_config, and whose towers are nevertheless changed by one."""
@@ -37,7 +37,7 @@ def overridden(
     the language model may be given without naming its part. `change` replaces entries of one object. Raises
     InvalidParameter for a part that the file does not have.
     """
-    parts = [name for name in _GROUPS if isinstance(fields.get(name), Mapping)]
+    parts = [name for name in GROUPS if isinstance(fields.get(name), Mapping)]
     holder = next((name for name in _HOLDERS if name in parts), None)
     inner: dict[str, dict[str, Any]] = {}
     whole: dict[str, Any] = {}

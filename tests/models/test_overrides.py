@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncllm.errors import InvalidParameter, ModelError
+from asyncllm.models.config import ModelConfig
 from asyncllm.models.registry import families
-from tests.models.test_config import ABSENT, read, tiny
+from asyncllm.models.unread_overrides import refuse_unread
+from tests.models import test_config
+from tests.models.test_config import ABSENT, tiny
+
+
+def read(tmp_path: Path, *fields: Any, **options: Any) -> ModelConfig:
+    config = test_config.read(tmp_path, *fields, **options)
+    refuse_unread(tmp_path, **options)
+    return config
 
 
 def test_overrides_that_nothing_reads_are_refused(tmp_path: Path) -> None:
     for name in ("rope_thetas", "sliding_windows", "max_window_layers"):
-        with pytest.raises(InvalidParameter, match=f"reads no entry '{name}'") as caught:
+        with pytest.raises(InvalidParameter, match=f"nothing reads an entry '{name}'") as caught:
             read(tmp_path, {}, hf_overrides={name: 4})
         assert caught.value.param == "hf_overrides"
     # Entries of the file itself, those that are read with a default, and those that are moved.

@@ -30,7 +30,7 @@ def _llava(fields: Fields, settings: Fields, where: str) -> ImageProcessor:
         raise ValueError("do_center_crop = false and a shortest_edge leave pictures that are not square")
     # CLIP has one more token than patches, and the default strategy drops the first token of any tower.
     kept = fields.get("vision_feature_select_strategy", "default") == "full"
-    extra = int(kept) - ("siglip" in str(vision))
+    extra = int(kept) - (vision.get("model_type") == "siglip_vision_model")
     kind = PaddedProcessor if settings.get("do_pad") and "Llava" in str(settings.get("image_processor_type")) else None
     return (kind or CenterProcessor)(
         PictureSettings(settings, where),
