@@ -48,9 +48,9 @@ class ListenConfig(Settings, frozen=True, kw_only=True):
         Meta(description="Web origins that may call, each as https://host[:port], or '*' with a key; None: none."),
     ] = None
     allow_credentials: Annotated[bool, Meta(description="Let those origins send cookies.")] = False
-    allow_methods: Annotated[list[str] | None, Meta(description="Methods for those origins; None: GET and POST.")] = (
-        None
-    )
+    allow_methods: Annotated[
+        list[str] | None, Meta(description="Methods for those origins; None: GET, POST and DELETE.")
+    ] = None
     allow_headers: Annotated[list[str] | None, Meta(description="Headers for those origins; None or '*': any.")] = None
     max_connections: Annotated[
         int,

@@ -36,7 +36,8 @@ HOP_BY_HOP = frozenset(
 NOT_SENT = HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect", "origin"}
 """The body is passed on decompressed and whole, and the client's page has been checked here."""
 NOT_RETURNED = HOP_BY_HOP | {
-    f"access-control-{name}" for name in ("allow-origin", "allow-credentials", "allow-methods", "allow-headers")
+    f"access-control-{name}"
+    for name in ("allow-origin", "allow-credentials", "allow-methods", "allow-headers", "expose-headers")
 }
 """What a page may read is granted here."""
 

@@ -32,6 +32,8 @@ PRIVATE_ENDINGS = (".local", ".internal", ".lan", ".home.arpa")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9._:\[\]-]{1,260}")
 """An Origin that may be quoted in an error."""
 ANY = "*"
+EXPOSED = "X-Request-Id, Request-Id, Retry-After, X-Should-Retry, X-Ignored-Fields"
+"""Headers of answers that a page's client reads, as those of OpenAI and Anthropic do."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_,\s-]{0,2000}")
 
 
@@ -150,7 +152,7 @@ class Access:
                 f"the variable {KEYS_VARIABLE}), list the pages that may, or accept the risk with insecure_no_auth.",
                 "allow_origins",
             )
-        self._methods = ", ".join(config.allow_methods or ("GET", "POST"))
+        self._methods = ", ".join(config.allow_methods or ("GET", "POST", "DELETE"))
         self._headers = ", ".join(config.allow_headers or (ANY,))
         self._credentials = config.allow_credentials
 
@@ -235,6 +237,8 @@ class Access:
             response.headers["Vary"] = "Origin"
             if self._credentials:
                 response.headers["Access-Control-Allow-Credentials"] = "true"
+        if "Access-Control-Allow-Origin" in response.headers:
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """Return the answer to a browser's preflight request; None for any other request."""

@@ -259,7 +259,7 @@ class TestPlaces:
             asking = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
             async with served.http.options(served.url + CHAT, headers=asking) as response:
                 assert response.status == 204
-                assert response.headers["Access-Control-Allow-Methods"] == "GET, POST"
+                assert response.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
                 assert response.headers["Access-Control-Allow-Headers"] == "X-Mine"
                 allowed = [response.headers]
             for key, body, status in ((KEY, ASK, 200), (KEY, {**ASK, "stream": True}, 200), ("x", ASK, 401)):
@@ -270,6 +270,7 @@ class TestPlaces:
             for found in allowed:
                 assert found["Access-Control-Allow-Origin"] == PAGE
                 assert found["Vary"] == "Origin"
+                assert {"X-Request-Id", "Retry-After"} <= {*found["Access-Control-Expose-Headers"].split(", ")}
                 assert found.get("Access-Control-Allow-Credentials") == ("true" if credentials else None)
 
     async def test_what_a_page_may_send_is_granted_by_name(self) -> None:
