@@ -122,11 +122,30 @@ def _text(content: Any, where: str) -> str:
     texts = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "document":
+            texts.append(_document(block, where))
+            continue
         text = block.get("text") if kind == "text" else None
         if not isinstance(text, str):
             raise _refused(f"{where} has a block of type {str(kind)[:64]!r}, which is not read. Leave it out.")
         texts.append(text)
     return "".join(texts)
+
+
+def _document(block: dict[str, Any], where: str) -> str:
+    """Return the title, context and text of a document, each on lines of its own. Raises ApiError for files, and for
+    citations."""
+    citations = block.get("citations") or {}
+    if not isinstance(citations, dict) or citations.get("enabled"):
+        raise _refused(f"{where} has a document with citations, which are not implemented. Leave citations out.")
+    match block.get("source"):
+        case {"type": "text", "data": str(text)}:
+            pass
+        case {"type": "content", "content": str() | list() as inner}:
+            text = _text(inner, where)
+        case _:
+            raise _refused(f"{where} has a document that is no text. Files are not read: send their text.")
+    return "".join(f"{part}\n" for part in (block.get("title"), block.get("context"), text) if isinstance(part, str))
 
 
 def _refused(message: str) -> ApiError:

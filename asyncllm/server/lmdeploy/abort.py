@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from aiohttp import web
@@ -18,13 +19,16 @@ from asyncllm.server.service import service_of
 __all__ = ["AbortRequest", "abort_request"]
 
 
+PREFIX = re.compile("^(chat)?cmpl-")
+
+
 class AbortRequest(Body, kw_only=True):
     """The body of POST /abort_request."""
 
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """-1: none."""
     rid: Label | None = None
-    """The `rid` of /generate, or the `request_id` of a chat or completion."""
+    """The id of an answer of /generate, a chat or a completion: its own or the one that the request gave it."""
     abort_all: bool | None = None
     """All answers of the server, which has no other clients: it must have at most one key."""
 
@@ -52,7 +56,8 @@ async def abort_request(request: web.Request) -> web.Response:
     if session is None and body.rid is None:
         raise ApiError(400, "Send session_id, rid or abort_all.", code="missing_required_parameter", param="session_id")
     kept = None if body.session_id is None else service.sessions.get(request[KEY], body.session_id)
-    labels = [session, label_of(request, None, body.rid), None if kept is None else kept.session.id]
+    name = None if body.rid is None else PREFIX.sub("", body.rid)
+    labels = [session, label_of(request, None, name), None if kept is None else kept.session.id]
     for label in labels:
         if label is not None:
             await service.engine.stop_session(label)

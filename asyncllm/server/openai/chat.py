@@ -36,10 +36,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     service = service_of(request)
     body = await read_request(request, ChatRequest)
+    identity = AnswerIdentity("chatcmpl-", body.model or service.engine.model_name, body.request_id or body.rid)
     generation = service.engine.generate(
         await _asked(request, body),
         chat_config(body, service.config, service.defaults),
-        session_id=label_of(request, body.session_id, body.request_id),
+        session_id=label_of(request, body.session_id, identity.name),
         do_preprocess=body.do_preprocess is not False and body.input_ids is None,
         input_ids=body.input_ids,
         stream_response=bool(body.stream),
@@ -53,7 +54,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         ),
     )
     await generation.start()
-    identity = AnswerIdentity("chatcmpl-", body.model or service.engine.model_name, body.request_id)
     if body.stream:
         return await stream(request, service, [generation], _ChatEvents(identity, body, generation, service))
     try:

@@ -53,6 +53,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if kept is not None:
         inputs = prompts = [truncated(body, ids, kept) for ids in inputs]
     options = request_options(request, body)
+    identity = AnswerIdentity("cmpl-", body.model or service.engine.model_name, body.request_id or body.rid)
     generations = []
     for index, prompt in enumerate(inputs):
         generation = service.engine.generate(
@@ -60,14 +61,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
             config,
             do_preprocess=False,
             input_ids=None if isinstance(prompt, str) else prompt,
-            session_id=label_of(request, body.session_id, body.request_id),
+            session_id=label_of(request, body.session_id, identity.name),
             stream_response=bool(body.stream),
             adapter_name=service.adapter_of(body.model),
             **options,
         )
         generation.index = index
         generations.append(generation)
-    identity = AnswerIdentity("cmpl-", body.model or service.engine.model_name, body.request_id)
     try:
         for generation in generations:
             await generation.start()

@@ -89,7 +89,9 @@ class OpenAIFields(SamplingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Write tokens among log-probabilities as token_id:N (vLLM's)."""
     request_id: Label | None = None
-    """The last part of the answer's id."""
+    """The last part of the answer's id, by which /abort_request can end it."""
+    rid: Label | None = None
+    """SGLang's name for request_id."""
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     """A label by which /v1/chat/interactive can stop the answer. -1: none, as in LMDeploy."""
 

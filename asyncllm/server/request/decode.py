@@ -73,6 +73,8 @@ PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 """Surrogates in JSON: a pair is a character, and a half of one is none."""
 
+BOM = b"\xef\xbb\xbf"
+"""The mark with which some programs on Windows begin UTF-8."""
 NULL = msgspec.Raw(b"null")
 
 _fields_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -90,7 +92,7 @@ async def read_body_of(request: web.Request) -> bytes:
     undeclared = request.path.startswith("/api/")
     data = await read_body(request, service.config.body_timeout, service.max_body_bytes, undeclared=undeclared)
     check_shape(data)
-    return data
+    return data.removeprefix(BOM)
 
 
 async def read_request(request: web.Request, kind: type[Kind]) -> Kind:

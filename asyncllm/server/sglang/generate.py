@@ -77,7 +77,7 @@ async def generate_sglang(request: web.Request, body: GenerateRequest) -> web.St
             form.configs[index],
             do_preprocess=False,
             input_ids=None if isinstance(prompt, str) else prompt,
-            session_id=label_of(request, None, body.rid),
+            session_id=label_of(request, None, form.id),
             stream_response=body.stream,
             adapter_name=service.adapter_of(body.lora_path or body.model),
             **options,
@@ -150,7 +150,7 @@ class _Form:
         """Token ids of each prompt, once it is encoded."""
         self._generates = [each.max_new_tokens != 0 for each in params]
         self._body = body
-        self._id = body.rid or uuid.uuid4().hex
+        self.id = body.rid or uuid.uuid4().hex
         self._began = time.monotonic()
         self._tokenizer = service.engine.tokenizer
         self._choices = max(each.n or 1 for each in params)
@@ -169,7 +169,7 @@ class _Form:
         number = self.number(prompt, choice)
         ids = answer.token_ids if generates else []
         meta = {
-            "id": f"{self._id}_{number}" if self.numbered else self._id,
+            "id": f"{self.id}_{number}" if self.numbered else self.id,
             "finish_reason": _finish_reason(answer, len(ids)),
             "prompt_tokens": answer.input_token_len,
             "completion_tokens": answer.generate_token_len if generates else 0,

@@ -12,6 +12,7 @@ import pytest
 from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig
 from asyncllm.server.anthropic.blocks import messages_of
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
@@ -130,6 +131,25 @@ async def test_text_and_calls_keep_their_order() -> None:
         "Two.",
         "weather",
     ]
+
+
+async def test_documents_of_text_are_their_text() -> None:
+    inner = {"type": "content", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}
+    for source, more, text in (
+        ({"type": "text", "media_type": "text/plain", "data": "abc"}, {"title": "T", "context": "C"}, "T\nC\nabc\n"),
+        (inner, {"citations": {"enabled": False}, "title": None}, "abc\n"),
+    ):
+        document = {"type": "document", "source": source, **more}
+        (message,) = messages_of(None, [{"role": "user", "content": [document, {"type": "text", "text": "?"}]}])
+        assert message["content"] == text + "?"
+    for refused in (
+        {"source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}},
+        {"source": {"type": "text", "data": "a"}, "citations": {"enabled": True}},
+        {"source": {"type": "text", "data": "a"}, "citations": "all"},
+        {},
+    ):
+        with pytest.raises(ApiError, match="document"):
+            messages_of(None, [{"role": "user", "content": [{"type": "document", **refused}]}])
 
 
 async def test_answers_end_as_they_say() -> None:

@@ -187,3 +187,11 @@ async def test_half_a_surrogate_pair_is_named(text: str) -> None:
             async with served.http.post(served.url + CHAT, data=body, headers=JSON) as response:
                 assert response.status == status
                 assert status == 200 or "surrogate pair" in (await response.json())["error"]["message"]
+
+
+async def test_a_body_may_begin_with_the_mark_of_utf_8() -> None:
+    async with serving(FakeEngine("pong")) as served:
+        body = b'\xef\xbb\xbf{"messages": "ping"}'
+        headers = {"Content-Type": "application/json"}
+        async with served.http.post(f"{served.url}/v1/chat/completions", data=body, headers=headers) as response:
+            assert response.status == 200

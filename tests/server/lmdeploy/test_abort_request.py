@@ -30,6 +30,7 @@ def by(key: str) -> dict[str, Any]:
         ("/v1/chat/completions", {**CHAT, "session_id": 7}, {"session_id": 7}),
         ("/v1/chat/completions", {**CHAT, "request_id": "mine"}, {"rid": "mine"}),
         ("/v1/completions", {**PROMPT, "request_id": "mine"}, {"rid": "mine"}),
+        ("/v1/completions", {**PROMPT, "rid": "mine"}, {"rid": "cmpl-mine"}),
         ("/generate", {**SGLANG, "rid": "mine"}, {"rid": "mine"}),
         ("/generate", {**PROMPT, "session_id": 7}, {"session_id": 7, "abort_all": False}),
         ("/v1/chat/interactive", {"prompt": "one", "session_id": 7, "interactive_mode": True}, {"session_id": 7}),
@@ -69,3 +70,18 @@ async def test_all_answers_end_and_the_server_goes_on() -> None:
         async with served.http.post(f"{served.url}/abort_request", json={"abort_all": True}) as response:
             assert response.status == 200
         assert engine.paused
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_streams_end_by_the_id_that_they_say(path: str) -> None:
+    engine = FakeEngine("x" * 3000, delay_per_token=0.002)
+    body = {"/generate": SGLANG, "/v1/completions": PROMPT}.get(path, CHAT)
+    async with (
+        serving(engine) as served,
+        served.http.post(f"{served.url}{path}", json={**body, "stream": True}) as response,
+    ):
+        first = json.loads((await response.content.readline()).removeprefix(b"data: "))
+        answer = first.get("id") or first["meta_info"]["id"]
+        async with served.http.post(f"{served.url}/abort_request", json={"rid": answer}) as aborted:
+            assert aborted.status == 200
+        assert "abort" in await response.text()
