@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -110,6 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench/limits.py measures a GPU, and torch finds none here.")
     emit(measure(), arguments.json)
 
 

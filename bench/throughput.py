@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import limits
+import torch
 from engines import EngineProcess, Timed, open_ours, open_transformers
 from table import emit, format_table, read_records
 from tqdm import tqdm
@@ -82,6 +83,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--beside", action="append", default=[], metavar="FILE", help="print these JSON lines as well")
     parser.add_argument("--json", metavar="FILE", type=Path, help="append the figures to this file")
     parsed = parser.parse_args(arguments)
+    if parsed.limits and not torch.cuda.is_available():
+        parser.error("--limits measures a GPU, and torch finds none here. Leave it out.")
     bundled = parsed.model == BUNDLED
     parsed.work = parsed.work or ("b1,b16,b64" if bundled else ",".join(ALL_WORKS))
     parsed.against = parsed.against or ("transformers" if bundled else "none")

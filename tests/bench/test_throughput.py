@@ -11,6 +11,7 @@ from typing import Any
 
 import limits
 import pytest
+import torch
 from engines import Timed, answer, engine_config
 from table import emit, format_table, read_records
 from throughput import measure, parse_arguments
@@ -157,3 +158,15 @@ def test_the_program_times_the_bundled_model_and_prints_one_table(tmp_path: Path
     assert json.loads(done.stdout.splitlines()[0]) == figures
     assert "| work | figure | asyncllm | peer | ratio |" in done.stdout
     assert "b2:" in done.stderr, "the progress bar"
+
+
+def test_what_only_a_gpu_has_is_not_measured_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        parse_arguments(["--limits"])
+    assert "torch finds none here" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["limits.py"])
+    with pytest.raises(SystemExit, match="torch finds none here"):
+        limits.main()
