@@ -19,7 +19,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     debug = commands.add_parser("debug", help="Inspect a model.", description="Inspect a model.")
     tools = debug.add_subparsers(title="tools", metavar="TOOL", required=True)
     about = "Run the same tokens here and in transformers, and show where they diverge. Exit status 1 if they do."
-    compare = tools.add_parser("compare", help=about, description=about)
+    usage = "asyncllm debug compare MODEL [OPTIONS]"
+    compare = tools.add_parser("compare", help=about, description=about, usage=usage)
     compare.set_defaults(run=_compare, parser=compare)
     compare.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     compare.add_argument("--tokens", type=int, nargs="+", metavar="ID", help="Token ids. Default: random ones.")

@@ -41,7 +41,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     lite = commands.add_parser("lite", help=about, description=about)
     tools = lite.add_subparsers(title="tools", metavar="TOOL", required=True)
     for name, tool in LITE_TOOLS.items():
-        parser = tools.add_parser(name, help=tool.about, description=tool.about)
+        parser = tools.add_parser(
+            name, help=tool.about, description=tool.about, usage=f"asyncllm lite {name} [OPTIONS] MODEL"
+        )
         parser.set_defaults(run=_run, parser=parser, tool=name)
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
         left_out = [field for field in LiteConfig.__struct_fields__ if field not in tool.options]

@@ -54,7 +54,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     add_model_settings(server, SERVED_QUEUE, several=True)
 
     about = "Distribute requests over several servers, as LMDeploy's proxy does. It loads no model."
-    distributor = kinds.add_parser(DISTRIBUTOR, help=about, description=about)
+    usage = f"asyncllm serve {DISTRIBUTOR} [OPTIONS]"
+    distributor = kinds.add_parser(DISTRIBUTOR, help=about, description=about, usage=usage)
     distributor.set_defaults(run=_distribute, parser=distributor)
     flags.add(distributor.add_argument_group("distributor"), DistributorConfig, several=True)
     flags.add_neutral(distributor, DISTRIBUTORS, DISTRIBUTORS)

@@ -129,6 +129,12 @@ class TestRun:
         assert cli.main(["run", str(tiny_checkpoint), "hi", *SMALL, *template]) == 1
         assert "session length of 50" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("command", ["serve proxy x", "lite auto_awq", "debug compare", "serve --x", "run --x"])
+    def test_a_mistake_is_shown_without_all_options(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(command.split())
+        assert len(capsys.readouterr().err.splitlines()) == 2
+
     @pytest.mark.parametrize(
         ("arguments", "status", "message"),
         [
