@@ -116,6 +116,9 @@ def with_own_session(body: bytes, fields: RoutingFields, tenants: int) -> bytes:
     session = fields.session if fields.session is not None else fields.label
     if tenants < 2 or (session is None and not fields.unclear_session):
         return body
+    given = msgspec.json.decode(body)
+    if isinstance(name := given.get("session_id"), str) and session is None:
+        return msgspec.json.encode({**given, "session_id": f"{fields.tenant}/{name}"})
     own = session * tenants + fields.tenant if session is not None else MAX_COUNT + 1
     if own > MAX_COUNT:
         raise ApiError(
@@ -124,4 +127,4 @@ def with_own_session(body: bytes, fields: RoutingFields, tenants: int) -> bytes:
             code="invalid_value",
             param="session_id",
         )
-    return msgspec.json.encode({**msgspec.json.decode(body), "session_id": own})
+    return msgspec.json.encode({**given, "session_id": own})

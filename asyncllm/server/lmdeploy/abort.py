@@ -13,7 +13,7 @@ from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.arguments import label_of
 from asyncllm.server.request.decode import read_request
-from asyncllm.server.request.fields import Body, Label
+from asyncllm.server.request.fields import Body, Label, SessionName
 from asyncllm.server.service import service_of
 
 __all__ = ["AbortRequest", "abort_request"]
@@ -25,7 +25,7 @@ PREFIX = re.compile("^(chat)?cmpl-")
 class AbortRequest(Body, kw_only=True):
     """The body of POST /abort_request."""
 
-    session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | SessionName | None = None
     """-1: none."""
     rid: Label | None = None
     """The id of an answer of /generate, a chat or a completion: its own or the one that the request gave it."""
@@ -55,7 +55,7 @@ async def abort_request(request: web.Request) -> web.Response:
     session = label_of(request, body.session_id)
     if session is None and body.rid is None:
         raise ApiError(400, "Send session_id, rid or abort_all.", code="missing_required_parameter", param="session_id")
-    kept = None if body.session_id is None else service.sessions.get(request[KEY], body.session_id)
+    kept = service.sessions.get(request[KEY], body.session_id) if isinstance(body.session_id, int) else None
     name = None if body.rid is None else PREFIX.sub("", body.rid)
     labels = [session, label_of(request, None, name), None if kept is None else kept.session.id]
     for label in labels:

@@ -19,6 +19,7 @@ from asyncllm.server.request.fields import (
     PolicyFields,
     Prompt,
     SamplingFields,
+    SessionName,
     Variables,
 )
 from asyncllm.server.request.structure import StructuredOutputs
@@ -92,8 +93,9 @@ class OpenAIFields(SamplingFields, kw_only=True):
     """The last part of the answer's id, by which /abort_request can end it."""
     rid: Label | None = None
     """SGLang's name for request_id."""
-    session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
-    """A label by which /v1/chat/interactive can stop the answer. -1: none, as in LMDeploy."""
+    session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | SessionName | None = None
+    """A label by which /abort_request and, if it is a number, /v1/chat/interactive can stop the answers that have it.
+    -1: none, as in LMDeploy. A text is vLLM's."""
 
 
 class ChatRequest(OpenAIFields, kw_only=True):

@@ -5,13 +5,14 @@ Clients with different keys share only the engine, neither cached prefixes, whic
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from asyncllm.config import GenerationConfig, RequestKeywords, ServerConfig
+from asyncllm.config import MAX_COUNT, GenerationConfig, RequestKeywords, ServerConfig
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.lmdeploy.requests import GenerateRequest, InteractiveRequest
@@ -323,18 +324,25 @@ def budget_options(body: ChatRequest) -> RequestKeywords:
     return {} if budget is None else {"thinking_budget": budget}
 
 
+NUMBER = re.compile("-1|[0-9]{1,19}")
+"""A session_id that is a number in a text."""
+
+
 def engine_session_id(request: web.Request, session_id: int) -> int:
     """Return the engine's id for a client's `session_id`; ids of different keys never collide."""
     # The engine numbers sessions of its own program from 2**31, and a request without a key has index -1.
     return (request[KEY] + 2) * IDS_PER_KEY + session_id
 
 
-def label_of(request: web.Request, session_id: int | None, name: str | None = None) -> int | None:
+def label_of(request: web.Request, session_id: int | str | None, name: str | None = None) -> int | None:
     """Return the engine's label for an answer that others may stop by `session_id`, or if it has none by its own id,
     `name`; LMDeploy's -1 means None."""
-    if session_id is not None and session_id != -1:
+    if isinstance(session_id, str) and NUMBER.fullmatch(session_id) and int(session_id) <= MAX_COUNT:
+        session_id = int(session_id)
+    if isinstance(session_id, int) and session_id != -1:
         return engine_session_id(request, session_id)
+    name = f"session {session_id}" if isinstance(session_id, str) else name
     if name is None:
         return None
-    # Names are below all numbers.
+    # Names, none of which has a space but those of sessions, are below all numbers.
     return -1 - int.from_bytes(blake2b(f"{request[KEY]}/{name}".encode(), digest_size=8).digest())

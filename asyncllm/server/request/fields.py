@@ -24,6 +24,7 @@ __all__ = [
     "PolicyFields",
     "Prompt",
     "SamplingFields",
+    "SessionName",
     "Stop",
     "Variables",
 ]
@@ -34,6 +35,9 @@ Stop = Annotated[str, Meta(max_length=256)] | Words | bool | None
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]], Meta(max_length=512)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}(?!\n)$")]
+
+SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+"""A session's id that may be any text."""
 
 MAX_MESSAGES = 4096
 

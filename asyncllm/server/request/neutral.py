@@ -132,6 +132,8 @@ NEUTRAL: Mapping[str, Neutral] = {
     "prompt_embeds": Neutral("vLLM", (), "Prompts are texts or token ids."),
     "repetition_detection": Neutral("vLLM", (), _LOOPS),
     "return_mm_kwargs": Neutral("vLLM", (True, False), _RENDERED),
+    "return_assistant_tokens_mask": Neutral("vLLM", (False,), _RENDERED),
+    "stream_interval": Neutral("vLLM", None, "It only changes how a stream is cut into pieces."),
     "return_prompt_text": Neutral("vLLM", (False,), "Send the messages to /tokenize, and its tokens to /detokenize."),
     "return_token_offsets": Neutral("vLLM", (False,), _RENDERED),
     "routed_experts_prompt_start": Neutral("vLLM", (0,), _EXPERTS),

@@ -360,7 +360,7 @@ class TestState:
                 assert (await served.post(path, {"kwargs": {"session_id": 14}}, headers=headers))[0] == 200
                 assert json.loads(node.requests[-1][3])["session_id"] == 29
             count = len(node.requests)
-            for wrong in (2**31 - 1, "seven", [7], 7.5):
+            for wrong in (2**31 - 1, str(2**31), [7], 7.5):
                 number, answer = await served.post(CHAT, {"session_id": wrong}, headers=headers)
                 assert (number, answer["error"]["param"]) == (400, "session_id")
             assert len(node.requests) == count

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server.distributor.routing_fields import PROMPT_BYTES, RoutingFields, read_fields
+from asyncllm.server.distributor.routing_fields import PROMPT_BYTES, RoutingFields, read_fields, with_own_session
 
 CHAT = "/v1/chat/completions"
 INTERACTIVE = "/v1/chat/interactive"
@@ -47,3 +47,11 @@ def test_a_body_that_is_no_json_has_none(body: bytes) -> None:
 def test_of_a_long_prompt_the_beginning_counts() -> None:
     body = json.dumps({"messages": "x" * 2**20, "tools": ["t"]}).encode()
     assert read_fields("POST", CHAT, body, -1).prompt == b'["t"]"' + b"x" * (PROMPT_BYTES - 6)
+
+
+@pytest.mark.parametrize(("given", "own"), [(3, 7), ("3", 7), ("three", "1/three"), (None, None), (-1, -1)])
+def test_tenants_have_sessions_of_their_own(given: Any, own: Any) -> None:
+    body = json.dumps({"session_id": given, "messages": "Hi"}).encode()
+    sent = with_own_session(body, read_fields("POST", CHAT, body, 1), 2)
+    assert json.loads(sent) == {"session_id": own, "messages": "Hi"}
+    assert with_own_session(body, read_fields("POST", CHAT, body, 0), 1) == body

@@ -30,6 +30,8 @@ def by(key: str) -> dict[str, Any]:
         ("/v1/chat/completions", {**CHAT, "session_id": 7}, {"session_id": 7}),
         ("/v1/chat/completions", {**CHAT, "request_id": "mine"}, {"rid": "mine"}),
         ("/v1/completions", {**PROMPT, "request_id": "mine"}, {"rid": "mine"}),
+        ("/v1/chat/completions", {**CHAT, "session_id": "agent 7/ü"}, {"session_id": "agent 7/ü"}),
+        ("/v1/completions", {**PROMPT, "session_id": "7"}, {"session_id": 7}),
         ("/v1/completions", {**PROMPT, "rid": "mine"}, {"rid": "cmpl-mine"}),
         ("/generate", {**SGLANG, "rid": "mine"}, {"rid": "mine"}),
         ("/generate", {**PROMPT, "session_id": 7}, {"session_id": 7, "abort_all": False}),
