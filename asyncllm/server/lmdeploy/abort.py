@@ -13,7 +13,7 @@ from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.arguments import label_of
 from asyncllm.server.request.decode import read_request
-from asyncllm.server.request.fields import Body, Label, SessionName
+from asyncllm.server.request.fields import Body, SessionName
 from asyncllm.server.service import service_of
 
 __all__ = ["AbortRequest", "abort_request"]
@@ -27,8 +27,9 @@ class AbortRequest(Body, kw_only=True):
 
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | SessionName | None = None
     """-1: none."""
-    rid: Label | None = None
-    """The id of an answer of /generate, a chat or a completion: its own or the one that the request gave it."""
+    rid: Annotated[str, Meta(max_length=256)] | None = None
+    """The id of an answer of /generate, a chat or a completion: its own or the one that the request gave it. Empty:
+    none, as SGLang's client sends it."""
     abort_all: bool | None = None
     """All answers of the server, which has no other clients: it must have at most one key."""
 
@@ -53,10 +54,10 @@ async def abort_request(request: web.Request) -> web.Response:
             await service.engine.resume()
         return web.Response()
     session = label_of(request, body.session_id)
-    if session is None and body.rid is None:
+    if session is None and not body.rid:
         raise ApiError(400, "Send session_id, rid or abort_all.", code="missing_required_parameter", param="session_id")
     kept = service.sessions.get(request[KEY], body.session_id) if isinstance(body.session_id, int) else None
-    name = None if body.rid is None else PREFIX.sub("", body.rid)
+    name = None if not body.rid else PREFIX.sub("", body.rid)
     labels = [session, label_of(request, None, name), None if kept is None else kept.session.id]
     for label in labels:
         if label is not None:

@@ -145,6 +145,8 @@ class CompletionRequest(OpenAIFields, kw_only=True):
     """The text after the requested one, for models that were trained to fill in."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Choices | None = None
+    """1, or as many as `n`: answers are not ranked."""
     max_completion_tokens: NewTokens | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None

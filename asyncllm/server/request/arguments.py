@@ -109,6 +109,13 @@ def chat_config(body: ChatRequest, config: ServerConfig, defaults: GenerationCon
 
 def completion_config(body: CompletionRequest, config: ServerConfig, defaults: GenerationConfig) -> GenerationConfig:
     """Like `chat_config`. An echo without new tokens still computes one, which the answer omits."""
+    if body.best_of not in (None, 1, body.n):
+        raise ApiError(
+            400,
+            "Answers are not ranked, so that best_of can be n only. Ask for n answers instead.",
+            code="unsupported_parameter",
+            param="best_of",
+        )
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if asked == 0 and body.echo:
         asked = 1

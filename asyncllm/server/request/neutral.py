@@ -36,6 +36,7 @@ _ELSEWHERE = "The route does not implement it. Leave it out, or use /v1/chat/com
 _IN_CHATS = "The route does not implement it. Leave it out, or use /v1/chat/completions."
 _IN_COMPLETIONS = "The route does not implement it. Leave it out, or use /v1/completions."
 _MACHINE = "It is about the machine, which the server's owner has set up, and changes no answer."
+_ABORTED = "The finish_reason of an answer that is ended is 'abort'. Leave it out."
 _RECORDS = "It is for the provider's own records."
 _CACHES = "A prefix cache changes no answer."
 _VECTORS = "Vectors are float32, in base64 with the lowest byte first. Leave it out."
@@ -132,6 +133,8 @@ NEUTRAL: Mapping[str, Neutral] = {
     "prompt_embeds": Neutral("vLLM", (), "Prompts are texts or token ids."),
     "repetition_detection": Neutral("vLLM", (), _LOOPS),
     "return_mm_kwargs": Neutral("vLLM", (True, False), _RENDERED),
+    "finished_reason": Neutral("LMDeploy, SGLang", (), _ABORTED),
+    "abort_message": Neutral("LMDeploy, SGLang", (), _ABORTED),
     "return_assistant_tokens_mask": Neutral("vLLM", (False,), _RENDERED),
     "stream_interval": Neutral("vLLM", None, "It only changes how a stream is cut into pieces."),
     "return_prompt_text": Neutral("vLLM", (False,), "Send the messages to /tokenize, and its tokens to /detokenize."),

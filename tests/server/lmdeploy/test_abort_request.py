@@ -56,6 +56,8 @@ async def test_answers_end_by_what_they_are_called(path: str, body: dict[str, An
         assert (status, answer["error"]["param"]) == (403, "abort_all")
         status, answer = await served.post("/abort_request", {}, **by("first-key"))
         assert (status, answer["error"]["param"]) == (400, "session_id")
+        status, answer = await served.post("/abort_request", {"rid": "a", "abort_message": "x"}, **by("first-key"))
+        assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
 
 
 async def test_all_answers_end_and_the_server_goes_on() -> None:
@@ -63,7 +65,9 @@ async def test_all_answers_end_and_the_server_goes_on() -> None:
     async with serving(engine) as served:
         running = [asyncio.create_task(served.post("/v1/chat/completions", CHAT)) for _ in range(3)]
         await until(lambda: engine.stats().decode_tokens > 15)
-        async with served.http.post(f"{served.url}/abort_request", json={"abort_all": True}) as response:
+        # as LMDeploy's and SGLang's clients send it
+        given = {"rid": "", "session_id": -1, "abort_all": True, "finished_reason": None, "abort_message": None}
+        async with served.http.post(f"{served.url}/abort_request", json=given) as response:
             assert response.status == 200
         assert {answer["choices"][0]["finish_reason"] for _, answer in await asyncio.gather(*running)} == {"abort"}
         _, answer = await served.post("/v1/chat/completions", {**CHAT, "max_tokens": 3})

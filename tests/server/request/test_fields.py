@@ -182,8 +182,8 @@ async def test_a_value_that_python_takes_for_a_neutral_one_is_refused() -> None:
     async with serving(FakeEngine()) as served:
         for path, body, name, value in (
             ("/generate", {"prompt": "ping"}, "preserve_cache", 2),
-            ("/v1/completions", {"prompt": "ping"}, "best_of", True),
-            ("/v1/completions", {"prompt": "ping"}, "best_of", 1.5),
+            ("/generate", {"prompt": "ping"}, "best_of", True),
+            ("/generate", {"prompt": "ping"}, "best_of", 1.5),
             ("/generate", {"prompt": "ping"}, "suffix", 0),
         ):
             status, answer = await served.post(path, {**body, name: value})

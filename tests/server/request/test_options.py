@@ -236,6 +236,16 @@ async def test_users_are_served_by_the_file_of_the_engine(path: str, suffix: str
             assert (status, answer["error"]["param"]) == (400, "user_id")
 
 
+async def test_the_best_of_as_many_are_all() -> None:
+    async with serving(FakeEngine()) as served:
+        for fields, count in (({"n": 3, "best_of": 3}, 3), ({"best_of": 1}, 1)):
+            status, answer = await served.post("/v1/completions", {"prompt": "x", **fields})
+            assert (status, len(answer["choices"])) == (200, count)
+        for fields in ({"best_of": 3}, {"n": 2, "best_of": 3}):
+            status, answer = await served.post("/v1/completions", {"prompt": "x", **fields})
+            assert (status, answer["error"]["param"]) == (400, "best_of")
+
+
 async def test_request_id_is_the_answers_id() -> None:
     async with serving(FakeEngine()) as served:
         _, answer = await chat(served, request_id="mine-1")
