@@ -208,9 +208,11 @@ def _checkpoint(model: str) -> Check:
     def look() -> str:
         from asyncllm.models.checkpoint import Checkpoint
         from asyncllm.models.registry import read_config
+        from asyncllm.text.tokenizer import Tokenizer
 
         folder = locate(model)
         architecture = read_config(folder).architecture
+        Tokenizer.from_folder(folder)
         return f"{architecture}, {Checkpoint.open(folder).num_bytes / 1e9:.2f} GB of weights in {folder}"
 
     return _attempt(f"model {model}", look)

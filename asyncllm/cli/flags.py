@@ -49,8 +49,10 @@ ALIASES = {
     "meta_instruction": ["--meta-instruct"],
     "disable_docs": ["--disable-fastapi-docs"],
     "routing_strategy": ["--strategy"],
+    "server_name": ["--host"],
+    "server_port": ["--port"],
 }
-"""Field -> LMDeploy's names for its option."""
+"""Field -> further names for its option: LMDeploy's, and `--host` and `--port`, which are vLLM's and SGLang's."""
 
 DEFAULT_NAMES = {"adapters": "default"}
 """Field of pairs -> name of a single value that is given without one, as in LMDeploy."""
@@ -76,8 +78,9 @@ class Parser(argparse.ArgumentParser):
         hints = []
         for argument in unknown:
             name = argument.partition("=")[0]
-            nearest = get_close_matches(name, command._option_string_actions, n=1) if name.startswith("-") else []
-            hints.append(f"{argument} (did you mean {nearest[0]}?)" if nearest else argument)
+            known = {option.lstrip("-"): option for option in command._option_string_actions}
+            nearest = get_close_matches(name.lstrip("-"), known, n=1) if name.startswith("-") else []
+            hints.append(f"{argument} (did you mean {known[nearest[0]]}?)" if nearest else argument)
         command.error(f"unrecognized arguments: {', '.join(hints)}")
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -198,6 +199,12 @@ class TestDoctor:
         assert failed["name"] == "model ./nowhere"
         assert "Check the spelling" in failed["found"]
         assert failed["advice"] == ""
+
+    def test_a_damaged_tokenizer(self, tiny_checkpoint: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+        (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+        (failed,) = (check for check in doctor.examine(str(folder)) if check.verdict == "fail")
+        assert "tokenizer.json" in failed.found
 
     def test_old_and_missing_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(doctor.FLOORS, "msgspec", ("99.0", "it is too old"))

@@ -206,6 +206,8 @@ def test_too_many_deaths_of_the_engine_end_the_process() -> None:
         (["--allow-origins", "*"], 2, "error: --allow-origins: "),
         (["--api-keys", "k1", "k2", "tiny-chat"], 2, "--api-keys takes all words that follow"),
         (["--server-prt", "1"], 2, "did you mean --server-port?"),
+        (["--serve-port", "1"], 2, "did you mean --server-port?"),
+        (["--hosts", "x"], 2, "did you mean --host?"),
         (["--backend", "cuda"], 2, "invalid choice: 'cuda'"),
         (["tiny-chat", "other"], 2, "other"),
     ],
@@ -251,6 +253,11 @@ def test_how_a_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(["serve", "api_server"], monkeypatch)["model"] is None
     assert parsed(["serve", "api_server", "folder"], monkeypatch)["model"] == "folder"
     assert parsed(["serve", "./api_server"], monkeypatch)["model"] == "./api_server"
+
+
+def test_options_as_vllm_and_sglang_spell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parsed(["serve", "m", "--host", "127.0.0.1", "--port", "8000"], monkeypatch)
+    assert (options["server_name"], options["server_port"]) == ("127.0.0.1", 8000)
 
 
 def test_options_as_lmdeploy_spells_them(monkeypatch: pytest.MonkeyPatch) -> None:

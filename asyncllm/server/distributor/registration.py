@@ -81,10 +81,10 @@ class Registration:
             async with session.post(f"{self._distributor}/nodes/{what}", json=body) as response:
                 problem = "" if response.ok else f"status {response.status}: {(await response.text())[:500]}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            problem = repr(error)
+            problem = f"{type(error).__name__}: {error}"
         if problem and problem != self._logged_problem:
             logger.error(
-                "The distributor at %s could not be told to %s this server (%s). The server goes on; see proxy_url, "
+                "The distributor at %s could not be told to %s this server (%s). Check proxy_url, "
                 "proxy_key_file and node_url.",
                 self._distributor,
                 what,
