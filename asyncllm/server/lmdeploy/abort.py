@@ -28,8 +28,8 @@ class AbortRequest(Body, kw_only=True):
     session_id: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | SessionName | None = None
     """-1: none."""
     rid: Annotated[str, Meta(max_length=256)] | None = None
-    """The id of an answer of /generate, a chat or a completion: its own or the one that the request gave it. Empty:
-    none, as SGLang's client sends it."""
+    """The id of an answer of /generate in SGLang's form, or the `rid` or `request_id` that a chat or completion was
+    given. Empty: none, as SGLang's client sends it."""
     abort_all: bool | None = None
     """All answers of the server, which has no other clients: it must have at most one key."""
 

@@ -49,9 +49,7 @@ class AnswerIdentity:
     """The id, time and model of the answer to a request."""
 
     def __init__(self, prefix: str, model: str, request_id: str | None) -> None:
-        self.name = request_id or uuid.uuid4().hex
-        """The last part of the id."""
-        self.id = prefix + self.name
+        self.id = prefix + (request_id or uuid.uuid4().hex)
         self.created = int(time.time())
         """Seconds since 1970."""
         self.model = model

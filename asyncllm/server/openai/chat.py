@@ -40,7 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     generation = service.engine.generate(
         await _asked(request, body),
         chat_config(body, service.config, service.defaults),
-        session_id=label_of(request, body.session_id, identity.name),
+        session_id=label_of(request, body.session_id, body.request_id or body.rid),
         do_preprocess=body.do_preprocess is not False and body.input_ids is None,
         input_ids=body.input_ids,
         stream_response=bool(body.stream),

@@ -61,7 +61,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             config,
             do_preprocess=False,
             input_ids=None if isinstance(prompt, str) else prompt,
-            session_id=label_of(request, body.session_id, identity.name),
+            session_id=label_of(request, body.session_id, body.request_id or body.rid),
             stream_response=bool(body.stream),
             adapter_name=service.adapter_of(body.model),
             **options,
