@@ -254,10 +254,7 @@ class AsyncEngine:
         """
         loop = self.running()
         self._lifecycle.sessions.stop(session_id)
-        running = [request for request in loop.requests if request.session_id == session_id]
-        for request in running:
-            loop.abandon(request)
-        for request in running:
+        for request in loop.stop_session(session_id):
             await request.delivery.wait_end()
 
     async def end_session(self, session_id: int) -> None:

@@ -44,8 +44,9 @@ ROUNDINGS = {
 }
 ROUNDING = pytest.mark.parametrize("name", ROUNDINGS)
 FIT = {"k5": 1024, "fp8": 8}
-BOUNDS = {"int8": 0.5 / 127.5, "k5": 0.5 / 16 + 0.04, "v3": 0.5 / 3.625, "fp8": 1 / 16 + 17 / 16 / 15}
-"""Largest error of a number, against the reach of its line (of e4m3, against the number)."""
+BOUNDS = {"int8": 0.5 / 127.5, "k5": 0.5 / 16 + 0.042, "v3": 0.5 / 3.625, "fp8": 1 / 16 + 17 / 16 / 15}
+"""Largest error of a number, against the reach of its line (of e4m3, against the number). k5's is seen in lines of two
+numbers."""
 
 
 def bfloat16(x: np.ndarray, up: bool = False) -> np.ndarray:

@@ -9,7 +9,6 @@ __all__ = ["ANSWERING"]
 SESSION = mutants(
     "engine/sessions/session_table.py",
     ("            if not self._delivery.abandoned:", "            if False:", "a second turn waits for the first"),
-    ("            if label == session_id:", "            if False:", "an answer is not stopped while it is encoded"),
     ("        if self.closed:\n            return\n", "", "a closed session pins blocks again"),
     (
         "        if request is None or request.sequences[0].finish_reason is None:",

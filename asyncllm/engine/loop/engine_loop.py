@@ -20,7 +20,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from asyncllm.engine.loop.launched_steps import LaunchedSteps
 from asyncllm.engine.loop.open_requests import OpenRequests
 from asyncllm.engine.loop.turns import Turns
 from asyncllm.engine.loop.watchdog import Watchdog
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.backpressure import Backpressure
 from asyncllm.engine.schedule.scheduler import Scheduler
@@ -160,6 +161,18 @@ class EngineLoop:
     def sleep_level(self) -> int:
         """The level of `sleep` (1 or 2) until everything is awake again, then 0."""
         return self._control.sleep_level
+
+    def preparing(self, delivery: Delivery, session_id: int) -> AbstractContextManager[None]:
+        """Return a context in which an answer's request is made and opened, and where `stop_session` finds it."""
+        return self._open.preparing(delivery, session_id)
+
+    def stop_session(self, session_id: int) -> list[Request]:
+        """Stop the answers of this id, those too whose requests are not open yet, and return the others' requests."""
+        self._open.stop_preparing(session_id)
+        running = [request for request in self._open.all() if request.session_id == session_id]
+        for request in running:
+            self.abandon(request)
+        return running
 
     def open(self, request: Request) -> None:
         """Queue a request that `InputProcessor` made. Raises QueueFull, DeadlineExceeded, EngineError."""

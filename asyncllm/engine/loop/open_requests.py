@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from asyncllm.engine.requests.delivery import Delivery
 from asyncllm.engine.schedule.adapter_slots import Adapter
 from asyncllm.engine.schedule.backpressure import Backpressure
 from asyncllm.engine.schedule.scheduler import Scheduler
@@ -41,6 +43,8 @@ class OpenRequests:
         self._on_adapter_unused = on_adapter_unused
         self._timers: dict[Request, asyncio.TimerHandle | None] = {}
         """Open request -> the timer of its deadline."""
+        self._preparing: dict[Delivery, int] = {}
+        """Answers whose requests are not open yet -> the session_id of their calls. Written by `preparing`."""
         self.num_started = self.num_finished = self.num_cancelled = self.num_failed = self.num_expired = 0
 
     def __len__(self) -> int:
@@ -52,6 +56,21 @@ class OpenRequests:
     def all(self) -> list[Request]:
         """Return the open requests, in the order of their arrival."""
         return list(self._timers)
+
+    @contextmanager
+    def preparing(self, delivery: Delivery, session_id: int) -> Iterator[None]:
+        """Let `stop_preparing` find an answer during the block, which opens its request."""
+        self._preparing[delivery] = session_id
+        try:
+            yield
+        finally:
+            del self._preparing[delivery]
+
+    def stop_preparing(self, session_id: int) -> None:
+        """Ask the answers of this id whose requests are not open yet to stop."""
+        for delivery, label in self._preparing.items():
+            if label == session_id:
+                delivery.stop_asked = True
 
     def check_deadline(self, request: Request) -> None:
         """Raise DeadlineExceeded if a new request has already expired, and count it as started and expired."""

@@ -87,7 +87,7 @@ class Generation(Coroutine[Any, Any, Response]):
     def _preparing(self) -> AbstractContextManager[None]:
         """Return a context in which `stop_session` finds the answer."""
         session_id = self._call.session_id
-        return nullcontext() if session_id is None else self._engine.sessions.preparing(self._delivery, session_id)
+        return nullcontext() if session_id is None else self._loop.preparing(self._delivery, session_id)
 
     async def _prepared(self) -> Request:
         """Return the prepared request. Turn errors of tokenizer and template code into RequestFailed."""

@@ -6,9 +6,6 @@ cached, the next turn is cheap; after eviction it only takes longer. A fork shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from asyncllm.engine.cache.prefix_cache import PrefixRoot
 from asyncllm.engine.loop.engine_loop import EngineLoop
 from asyncllm.engine.requests.delivery import Delivery
@@ -166,8 +163,6 @@ class SessionTable:
         self.tokenizer = tokenizer
         self._loop = loop
         self._open: dict[int, Conversation] = {}
-        self._preparing: dict[Delivery, int] = {}
-        """Answers whose requests are not queued yet -> the session_id of their calls."""
         self._next_id = FIRST_OWN_ID
 
     def __len__(self) -> int:
@@ -221,20 +216,8 @@ class SessionTable:
         if self._open.get(conversation.id) is conversation:
             del self._open[conversation.id]
 
-    @contextmanager
-    def preparing(self, delivery: Delivery, session_id: int) -> Iterator[None]:
-        """Let `stop` find an answer during the block, which queues its request."""
-        self._preparing[delivery] = session_id
-        try:
-            yield
-        finally:
-            del self._preparing[delivery]
-
     def stop(self, session_id: int) -> None:
-        """Stop the answers of this id that are turns of a conversation, or not queued yet."""
-        for delivery, label in self._preparing.items():
-            if label == session_id:
-                delivery.stop_asked = True
+        """Stop the running turn of the conversation of this id, if there is one."""
         conversation = self._open.get(session_id)
         if conversation is not None:
             conversation.stop()
