@@ -51,31 +51,17 @@ def test_a_prompt_alone_is_cut_only_while_enough_others_wait(others: int, taken:
     driver.check_drained()
 
 
-def test_a_cut_that_takes_no_step_more_needs_no_others() -> None:
-    """Of 18 tokens the second step has at most 16 either way."""
+@pytest.mark.parametrize(("length", "chunks"), [(18, [15, 3]), (32, [16, 16])])
+def test_a_prompt_is_cut_beside_one_other_only_if_it_takes_no_step_more(length: int, chunks: list[int]) -> None:
+    """Of 18 tokens the second step has the rest either way; of 32 a cut would leave more than a step."""
     driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
     driver.submit([1], 30)
     driver.turn(1)
-    driver.submit([1] * 18, 2)
-    for expected in ([15], [3]):
+    driver.submit([1] * length, 2)
+    for chunk in chunks:
         batch = driver.schedule()
         assert batch is not None
-        assert chunk_sizes(batch.prefill) == expected
-        driver.complete()
-    driver.drain()
-    driver.check_drained()
-
-
-def test_a_prompt_whose_chunks_fill_whole_steps_is_not_cut() -> None:
-    """Of 32 tokens 15 would leave more than a step."""
-    driver = Driver(max_batch_size=2, budget=16, caching=False, token_tile=4)
-    driver.submit([1], 30)
-    driver.turn(1)
-    driver.submit([1] * 32, 2)
-    for _ in range(2):
-        batch = driver.schedule()
-        assert batch is not None
-        assert chunk_sizes(batch.prefill) == [16]
+        assert chunk_sizes(batch.prefill) == [chunk]
         driver.complete()
     driver.drain()
     driver.check_drained()
