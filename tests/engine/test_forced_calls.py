@@ -181,12 +181,13 @@ async def test_what_cannot_be_called_is_refused(llm: AsyncEngine) -> None:
         with pytest.raises(InvalidParameter, match=words) as caught:
             await llm.generate(QUESTION, tools=TOOLS, tool_choice=choice)
         assert caught.value.param == param
-    bad = tool("f", {"type": "object", "not": {}}, strict=True)
-    with pytest.raises(InvalidParameter, match="not") as failed:
-        await llm.generate(QUESTION, tools=[bad])
-    assert failed.value.param == "tools"
+    unsupported = {"type": "object", "properties": {}, "additionalProperties": False, "not": {"minProperties": 1}}
+    for schema, words in ((unsupported, '"not"'), ({"type": "object", "not": {}}, "Unsatisfiable")):
+        with pytest.raises(InvalidParameter, match=words) as failed:
+            await llm.generate(QUESTION, tools=[tool("f", schema, strict=True)])
+        assert failed.value.param == "tools"
     # Where it is not strict, what cannot be held to is left out.
-    lenient = tool("f", {"type": "object", "properties": {}, "additionalProperties": False, "not": {}})
+    lenient = tool("f", unsupported)
     answer = await llm.generate(QUESTION, LIMITED, tools=[lenient], tool_choice="required", parallel_tool_calls=False)
     assert (answer.tool_calls[0].name, answer.tool_calls[0].arguments) == ("f", "{}")
 
