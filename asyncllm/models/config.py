@@ -155,6 +155,10 @@ class HFConfig:
         kept = {"source": self.source, "session_len": self.session_len, "rope_scaling_factor": self.rope_scaling_factor}
         return HFConfig(fields, **{**kept, **settings})
 
+    def completed(self, usual: Mapping[str, Any]) -> HFConfig:
+        """Return the file with the entries in `usual` where it has none, or null."""
+        return self.changed({key: value for key, value in usual.items() if self.fields.get(key) is None})
+
     def named(self, words: Mapping[str, str]) -> HFConfig:
         """Return the file with the entries in `words`, old name -> usual name, available under the usual names too."""
         return self.changed({new: self.fields[old] for old, new in words.items() if self.fields.get(old) is not None})

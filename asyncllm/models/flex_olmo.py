@@ -22,5 +22,4 @@ class FlexOlmo(Olmo2):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        return Olmoe.configure(hf.changed(absent), architecture)
+        return Olmoe.configure(hf.completed(_USUAL), architecture)

@@ -33,6 +33,5 @@ class Glm4MoELite(DeepseekV3):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        absent["first_k_dense_replace"] = leading_dense(hf, hf.integer("num_hidden_layers"), 1)
-        return DeepseekV3.configure(hf.changed(absent), architecture)
+        dense = leading_dense(hf, hf.integer("num_hidden_layers"), 1)
+        return DeepseekV3.configure(hf.completed(_USUAL).changed({"first_k_dense_replace": dense}), architecture)

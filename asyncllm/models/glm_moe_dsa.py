@@ -31,8 +31,7 @@ class GlmMoEDsa(DeepseekV32):
         hf.expect("rope_interleave", True)
         hf.expect("indexer_rope_interleave", True)
         dense = leading_dense(hf, hf.integer("num_hidden_layers"), 3)
-        absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        config = DeepseekV3.configure(hf.changed({**absent, "first_k_dense_replace": dense}), architecture)
+        config = DeepseekV3.configure(hf.completed(_USUAL).changed({"first_k_dense_replace": dense}), architecture)
         kinds = _kinds(hf, config.num_layers)
         own = frozenset(layer for layer, kind in enumerate(kinds) if kind == "full")
         return with_index(hf, config, own, num_heads=32, interleaved=True)

@@ -34,7 +34,7 @@ class GraniteSWA(Granite):
 def _usual(hf: HFConfig) -> HFConfig:
     """Return the file with its omitted entries filled in."""
     usual = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-    return hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
+    return hf.completed(usual)
 
 
 def with_windows(hf: HFConfig, base: ModelConfig) -> ModelConfig:

@@ -114,9 +114,7 @@ class KimiLinear(LatentDecoder):
         hf.expect("mla_use_nope", True)
         hf.expect("moe_router_activation_func", "sigmoid")
         hf.expect("use_grouped_topk", True)
-        hf = hf.named(_WORDS)
-        absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        hf = hf.changed({**absent, **dict.fromkeys(_UNREAD)})
+        hf = hf.named(_WORDS).completed(_USUAL).changed(dict.fromkeys(_UNREAD))
         fields = latent_fields(hf, architecture, max_position=1048576)
         num_layers = fields["num_layers"]
         experts = grouped_experts(

@@ -56,7 +56,7 @@ class Mamba2LM(DecoderLM):
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
-        hf = hf.changed({key: value for key, value in _USUAL.items() if hf.fields.get(key) is None})
+        hf = hf.completed(_USUAL)
         fields = recurrent_fields(hf, architecture, tied=False)
         sizes = mamba_fields(hf.named(_WORDS), fields["hidden_size"], fields["intermediate_size"])
         return MambaConfig(**fields, **sizes, attention_layers=frozenset())

@@ -45,5 +45,4 @@ class SarvamMLA(DeepseekV3):
         if isinstance(scaling, dict) and "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
             others = {key: value for key, value in scaling.items() if key != "type"}
             hf = hf.changed({"rope_scaling": {**others, "rope_type": "yarn"}})
-        absent = {key: value for key, value in _USUAL.items() if hf.fields.get(key) is None}
-        return DeepseekV3.configure(hf.changed(absent), architecture)
+        return DeepseekV3.configure(hf.completed(_USUAL), architecture)

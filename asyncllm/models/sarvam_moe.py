@@ -42,5 +42,4 @@ class SarvamMoE(Bailing):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> BailingConfig:
         hf = hf.named({key: word for key, word in _WORDS.items() if hf.fields.get(word) is None})
-        hf = hf.changed({key: value for key, value in _USUAL.items() if hf.fields.get(key) is None})
-        return Bailing.configure(hf, architecture)
+        return Bailing.configure(hf.completed(_USUAL), architecture)

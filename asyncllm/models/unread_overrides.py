@@ -58,7 +58,10 @@ def refuse_unread(folder: Path, **options: Unpack[ModelOptions]) -> None:
         settings = {name: each for name, each in known.items() if isinstance(each, int | float | str)}
         return read_config(folder, **changed), type(processor), settings
 
-    overrides, file = options.get("hf_overrides") or {}, read_json_object(folder / "config.json")
+    overrides = options.get("hf_overrides")
+    if not overrides:
+        return
+    file = read_json_object(folder / "config.json")
     for path in _added(overrides, file, file):
         probe = _Probe()
         try:

@@ -56,7 +56,7 @@ def read_onevision(hf: HFConfig) -> Composed:
         "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
         "vision_aspect_ratio": "anyres_max_9",
     }
-    hf = hf.changed({key: value for key, value in usual.items() if hf.fields.get(key) is None})
+    hf = hf.completed(usual)
     ratio = hf.fields["vision_aspect_ratio"]
     tiles = ratio.removeprefix("anyres_max_") if isinstance(ratio, str) else ""
     if not tiles.isdecimal() or not 1 <= int(tiles) <= MAX_TILES:
