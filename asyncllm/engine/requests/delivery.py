@@ -45,7 +45,7 @@ class Delivery:
         self.abandoned = False
         """Whether the reader has left. Written by the reader."""
         self.stop_asked = False
-        """Whether to end the answer as soon as its request is queued. Written by the sessions."""
+        """Whether to end the answer as soon as its request is queued. Written by its session or the loop."""
         self.on_end: Callable[[], None] | None = None
         """Called at the end, before the reader learns of it. Written by the session that the answer belongs to."""
         self._chunks: list[Chunk] = []
