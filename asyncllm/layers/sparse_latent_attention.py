@@ -158,8 +158,8 @@ class SparseLatentAttention(LatentAttention):
             if step.kv_lens.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             # Waits for the device; only the warm-up and parts of failed steps do not say how long contexts are.
-            contexts = step.kv_lens.tolist()
-        return contexts if max(contexts) > self.top_k else None
+            contexts = step.kv_lens.cpu().numpy()
+        return contexts.tolist() if contexts.max() > self.top_k else None
 
 
 def _counts(step: StepInputs) -> list[int]:

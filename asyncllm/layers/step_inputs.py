@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -147,7 +148,7 @@ class StepInputs:
     prompts: Sequence[tuple[int, int]] | None = None
     """Number of tokens of each prefill row, and of its context; None if the host does not know them, as in a captured
     step."""
-    contexts: Sequence[int] | None = None
+    contexts: NDArray[np.int32] | None = None
     """[B]: `kv_lens` in host memory; None if the host does not know them, as in a captured step."""
     image_features: Tensor | None = None
     """[F, hidden]: the features of the step's image tokens, in order; several times as wide if layers add theirs.

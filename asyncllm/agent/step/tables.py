@@ -211,7 +211,7 @@ class SlotTables:
         else:
             input_ids, block_tables = self._mixed_buffers(size)
         inputs = self._inputs_of(uploaded, placed, input_ids, block_tables, adapted=arrays.adapted)
-        inputs.contexts = placed.columns[KV_LENS].tolist()
+        inputs.contexts = placed.columns[KV_LENS]
         if size is None:
             inputs.prompts = arrays.prompts
         if not sampled_columns:

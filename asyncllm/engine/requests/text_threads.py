@@ -43,7 +43,7 @@ class TextThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
         self._waiting: OrderedDict[Hashable, deque[_Job]] = OrderedDict()
-        """ParameterOwner -> waiting calls; the next owner comes first."""
+        """Owner -> waiting calls; the next owner comes first."""
         self._num_waiting = 0
         """Characters of all waiting calls."""
         self._num_running = 0
