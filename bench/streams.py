@@ -79,8 +79,8 @@ async def served(engine: AsyncEngine) -> AsyncIterator[int]:
             with loaded_objects_frozen(service.supervisor):
                 yield listener.getsockname()[1]
         finally:
-            service.entrance.stop.set()
-            service.entrance.stop_now.set()
+            service.state.stop.set()
+            service.state.stop_now.set()
             await task
 
 

@@ -172,8 +172,8 @@ async def terminate(request: web.Request) -> web.Response:
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "A page of another site may not stop the server.", code="cross_site")
     service = service_of(request)
-    service.entrance.stop.set()
-    return json_response(Terminating(running=service.entrance.in_work))
+    service.state.stop.set()
+    return json_response(Terminating(running=service.state.in_work))
 
 
 async def is_sleeping(request: web.Request) -> web.Response:

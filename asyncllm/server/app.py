@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, nullcontext
 
 from aiohttp import web
 
 from asyncllm.server.http.access import KEY, Auth
-from asyncllm.server.http.entrance import REQUEST_ID, add_headers, asks_for_anthropic, expect_nothing, give_id
+from asyncllm.server.http.body import defer_continue
 from asyncllm.server.http.errors import FORM, ErrorFormat, as_api_error, no_route
 from asyncllm.server.http.protocol import working
-from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
-from asyncllm.server.http.routing import Route, Slashes
+from asyncllm.server.http.responses import (
+    CLIENT_LEFT,
+    OUTCOME,
+    REQUEST_ID,
+    add_headers,
+    asks_for_anthropic,
+    send,
+    set_request_id,
+)
+from asyncllm.server.http.routing import Handler, Route, Slashes
 from asyncllm.server.observe.access_log import log_request
 from asyncllm.server.observe.probes import Health
 from asyncllm.server.request.decode import FORM_FIELD, IGNORED, PROMPT_FIELD, named_in_a_header
@@ -28,7 +36,7 @@ OTHER = "other"
 
 def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Application:
     """Return the application of a started engine. Raises ValueError for a route without access rights."""
-    app = web.Application(middlewares=[_entrance])
+    app = web.Application(middlewares=[_measure_and_log])
     app[SERVICE] = service
     table: dict[web.AbstractRoute, Route] = {}
     for route in routes:
@@ -39,16 +47,16 @@ def build_app(service: Service, routes: Sequence[Route] = ROUTES) -> web.Applica
         if not switched_off and (route.auth is not Auth.ADMIN or service.access.has_admin):
             # Each GET route accepts HEAD too, which Ollama's program sends first.
             for method in ("GET", "HEAD") if route.method == "GET" and not route.streams else (route.method,):
-                added = app.router.add_route(method, route.path, route.handler, expect_handler=expect_nothing)
+                added = app.router.add_route(method, route.path, route.handler, expect_handler=defer_continue)
                 table[added] = route
     app.router.register_resource(Slashes(app.router))
     app[TABLE] = table
     app.on_response_prepare.append(_add_headers)
-    app.cleanup_ctx.append(_measure)
+    app.cleanup_ctx.append(_run_instruments)
     return app
 
 
-async def _measure(app: web.Application) -> AsyncIterator[None]:
+async def _run_instruments(app: web.Application) -> AsyncIterator[None]:
     instruments = app[SERVICE].instruments
     with instruments.measuring() if instruments is not None else nullcontext():
         yield
@@ -64,16 +72,14 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 @web.middleware
-async def _entrance(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _measure_and_log(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Measure a request, and write its line in the access log."""
     began = time.monotonic()
     service = service_of(request)
     route = request.app[TABLE].get(request.match_info.route)
     status = CLIENT_LEFT
     try:
-        response = await _answer(request, service, route, handler)
+        response = await _handle(request, service, route, handler)
         status = request.get(OUTCOME, response.status)
         return response
     finally:
@@ -91,14 +97,14 @@ async def _entrance(
         )
 
 
-async def _answer(
+async def _handle(
     request: web.Request,
     service: Service,
     route: Route | None,
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    handler: Handler,
 ) -> web.StreamResponse:
-    """Check access, call the handler, turn every exception into an answer, and write the answer to the client."""
-    give_id(request)
+    """Check access, call the handler, and write its response, or that of an error, to the client."""
+    set_request_id(request)
     try:
         service.access.check_origin(request)
         response: web.StreamResponse | None = service.access.preflight(request)
@@ -113,10 +119,10 @@ async def _answer(
             works = route is not None and route.work
             with ExitStack() as in_work:
                 if works:
-                    in_work.enter_context(service.entrance.work())
+                    in_work.enter_context(service.state.work())
                     in_work.enter_context(working(request))
                     await service.request_gate.enter()
-                response = await _answered(request, service, route, handler)
+                response = await _call_handler(request, service, route, handler)
                 # The request counts as work until its answer is written, because a draining server waits for that.
                 await send(request, response, service.config.write_timeout)
                 return response
@@ -126,12 +132,13 @@ async def _answer(
     return response
 
 
-async def _answered(
+async def _call_handler(
     request: web.Request,
     service: Service,
     route: Route | None,
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    handler: Handler,
 ) -> web.StreamResponse:
+    """Call the handler. Return the response of its exception, if it raises one."""
     try:
         return await handler(request)
     except Exception as error:

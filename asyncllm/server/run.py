@@ -19,8 +19,8 @@ from asyncllm.server.app import build_app
 from asyncllm.server.distributor.registration import Registration
 from asyncllm.server.http.acceptor import raise_limit
 from asyncllm.server.http.access import Access, read_admin_keys, read_keys
-from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
+from asyncllm.server.http.server_state import Phase
 from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.server.request.arguments import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Service
@@ -63,7 +63,7 @@ def _checkpoint_defaults(model_path: str) -> dict[str, object]:
 
 
 async def serve_until_stopped(service: Service, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-    """Serve until the entrance's `stop` is set. Then /health/ready reports that the server is leaving, and after
+    """Serve until `state.stop` is set. Then /health/ready reports that the server is leaving, and after
     `drain_delay` seconds it drains: it refuses new requests, lets running ones finish for `drain_timeout` seconds, and
     ends the rest with an error event. Setting `stop_now` cuts this short.
 
@@ -74,18 +74,18 @@ async def serve_until_stopped(service: Service, listener: socket.socket, tls: ss
 
 
 async def _serve(service: Service, stop_accepting: Callable[[], None]) -> None:
-    entrance = service.entrance
+    state = service.state
     async with service.supervisor.replacing() as gave_up:
-        await first_of(None, entrance.stop, gave_up)
+        await first_of(None, state.stop, gave_up)
         if service.config.drain_delay and not gave_up.is_set():
-            entrance.phase = Phase.LEAVING
-            await first_of(service.config.drain_delay, entrance.stop_now, gave_up)
-        entrance.phase = Phase.DRAINING
+            state.phase = Phase.LEAVING
+            await first_of(service.config.drain_delay, state.stop_now, gave_up)
+        state.phase = Phase.DRAINING
         stop_accepting()
-        await first_of(service.config.drain_timeout, entrance.stop_now, entrance.idle, gave_up)
+        await first_of(service.config.drain_timeout, state.stop_now, state.idle, gave_up)
         # Requests still running now receive their error event; their handlers end by themselves.
         await service.supervisor.close()
-        await first_of(service.config.write_timeout, entrance.stop_now, entrance.idle)
+        await first_of(service.config.write_timeout, state.stop_now, state.idle)
 
 
 async def run(
@@ -122,7 +122,7 @@ async def _run(service: Service, announce: Callable[[str], None]) -> None:
             if may_be_second or not task.cancelling():
                 task.cancel()
         else:
-            service.entrance.ask_to_stop(may_be_second)
+            service.state.ask_to_stop(may_be_second)
 
     with calling_at_signals(asked_to_stop), listener:
         try:
@@ -145,7 +145,7 @@ def _registered(service: Service, registration: Registration | None) -> Abstract
     """Return a context in which the server is registered with its distributor, until it is asked to stop."""
     if registration is None:
         return nullcontext()
-    return registration.kept([service.engine.model_name, *service.engine.adapters], service.entrance.stop)
+    return registration.kept([service.engine.model_name, *service.engine.adapters], service.state.stop)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from asyncllm.config import GenerationConfig, ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.event_loop.request_gate import RequestGate
 from asyncllm.server.http.access import Access
-from asyncllm.server.http.entrance import Entrance
 from asyncllm.server.http.errors import ApiError, retry_after
 from asyncllm.server.http.routing import Route
+from asyncllm.server.http.server_state import ServerState
 from asyncllm.server.lmdeploy.sessions import SessionStore
 from asyncllm.server.observe.metrics import Instruments
 from asyncllm.server.responses.background import BackgroundResponses
@@ -48,7 +48,7 @@ class Service:
         self.sessions = SessionStore(self.supervisor, config)
         self.responses = ResponseStore(config.session_ttl)
         self.background = BackgroundResponses()
-        self.entrance = Entrance(config.max_concurrent_requests, self._check_engine)
+        self.state = ServerState(config.max_concurrent_requests, self._check_engine)
         self.request_gate = RequestGate()
         """Lets bursts of requests start a few at a time."""
         self.created = int(time.time())

@@ -112,7 +112,7 @@ class TestClient:
                 return await client.ask(replace(ASKED, **changes))
             finally:
                 client.leave()
-                await served.service.entrance.idle.wait()
+                await served.service.state.idle.wait()
 
     async def test_it_reads_to_the_end(self) -> None:
         found = await self.ask()

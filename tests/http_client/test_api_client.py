@@ -120,7 +120,7 @@ class TestEnds:
 
         async with serving(FakeEngine("x" * 500, delay_per_token=0.01)) as served:
             await call(served, leave_early)
-            await asyncio.wait_for(served.service.entrance.idle.wait(), timeout=2)
+            await asyncio.wait_for(served.service.state.idle.wait(), timeout=2)
 
     async def test_close_ends_calls_of_other_threads(self) -> None:
         async with serving(FakeEngine("x" * 500, delay_per_token=0.01)) as served:
@@ -137,8 +137,8 @@ class TestEnds:
         async with serving(FakeEngine("x" * 500, delay_per_token=0.01)) as served:
             answer = APIClient(served.url).chat_completions_v1("fake", PING, stream=True)
             await asyncio.to_thread(next, answer)
-            served.service.entrance.stop.set()
-            served.service.entrance.stop_now.set()
+            served.service.state.stop.set()
+            served.service.state.stop_now.set()
             with pytest.raises(ServerError) as caught:
                 await asyncio.to_thread(list, answer)
             assert caught.value.status is None

@@ -72,6 +72,6 @@ async def serving(
             async with aiohttp.ClientSession() as served.http:
                 yield served
         finally:
-            service.entrance.stop.set()
-            service.entrance.stop_now.set()
+            service.state.stop.set()
+            service.state.stop_now.set()
             await served.task

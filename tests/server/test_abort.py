@@ -27,8 +27,8 @@ PING: dict[str, Any] = {"messages": "ping"}
 async def gone(served: Served, executor: Any, cancelled: int = 1) -> None:
     """The request has ended while the device stands still, launches nothing more, and gives its blocks back."""
     engine = served.engine
-    await until(lambda: served.service.entrance.in_work == 0 and engine.stats().requests_cancelled == cancelled)
-    assert (engine.stats().waiting, served.service.entrance.idle.is_set()) == (0, True)
+    await until(lambda: served.service.state.in_work == 0 and engine.stats().requests_cancelled == cancelled)
+    assert (engine.stats().waiting, served.service.state.idle.is_set()) == (0, True)
     launched = len(executor.batches)
     executor.resume()
     await until(lambda: engine.stats().blocks_held == 0 and engine.stats().running == 0)
@@ -47,7 +47,7 @@ class TestLeaving:
         engine = FakeEngine(LONG)
         async with serving(engine) as served, connected(served) as wire:
             wire.send(post(CHAT, PING)[:-5])
-            await until(lambda: served.service.entrance.in_work == 1)
+            await until(lambda: served.service.state.in_work == 1)
             leave(wire)
             await gone(served, engine.executor, cancelled=0)
             assert engine.stats().requests_started == 0
@@ -79,7 +79,7 @@ class TestLeaving:
             second.send(post(CHAT, {**PING, "stream": streamed}))
             await until(lambda: engine.stats().waiting == 1)
             leave(second)
-            await until(lambda: served.service.entrance.in_work == 1 and engine.stats().waiting == 0)
+            await until(lambda: served.service.state.in_work == 1 and engine.stats().waiting == 0)
             assert engine.stats().running == 1
             leave(first)
             await gone(served, engine.executor, cancelled=2)
@@ -169,7 +169,7 @@ class TestLeaving:
             async with asyncio.TaskGroup() as group:
                 for _ in range(6):
                     group.create_task(come_and_go())
-            await until(lambda: served.service.entrance.in_work == 0 and engine.stats().blocks_held == 0)
+            await until(lambda: served.service.state.in_work == 0 and engine.stats().blocks_held == 0)
             engine.check_idle()
             stats = engine.stats()
             assert stats.requests_started == stats.requests_finished + stats.requests_cancelled
@@ -193,7 +193,7 @@ class TestSlowReaders:
                 # Whatever the reader does, the engine goes on, and holds nothing when the answer is complete.
                 await until(lambda: engine.stats().requests_finished == 1, 20)
                 assert engine.stats().blocks_held == 0
-                assert served.service.entrance.in_work == 1
+                assert served.service.state.in_work == 1
                 answer = await wire.answer()
                 events = events_of(answer.body)
                 choices = [event["choices"][0] for event in events]
@@ -210,8 +210,8 @@ class TestSlowReaders:
             served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             async with connected(served, receive_buffer=4096) as wire:
                 wire.send(post(CHAT, {**WIDE, "max_tokens": 3000 if streamed else 600, "stream": streamed}))
-                await until(lambda: served.service.entrance.in_work == 1)
-                await until(lambda: served.service.entrance.in_work == 0, 20)
+                await until(lambda: served.service.state.in_work == 1)
+                await until(lambda: served.service.state.in_work == 0, 20)
                 await until(lambda: engine.stats().blocks_held == 0)
                 engine.check_idle()
                 assert engine.stats().requests_cancelled == int(streamed)
@@ -232,4 +232,4 @@ class TestSlowReaders:
                     left -= len(await wire.reader.readexactly(min(left, 50_000)))
                     await asyncio.sleep(0.1)
                 assert asyncio.get_running_loop().time() - begun > 2 * served.service.config.write_timeout
-            await until(lambda: served.service.entrance.in_work == 0)
+            await until(lambda: served.service.state.in_work == 0)

@@ -139,13 +139,13 @@ async def test_a_page_of_another_site_does_not_end_it(site: str) -> None:
     async with serving(FakeEngine(), allow_terminate_by_client=True) as served:
         status, body = await served.get("/terminate", headers={"Sec-Fetch-Site": site})
         assert (status, body["error"]["code"]) == (403, "cross_site")
-        assert not served.service.entrance.stop.is_set()
+        assert not served.service.state.stop.is_set()
 
 
 async def test_elsewhere_there_is_no_such_route() -> None:
     async with serving(FakeEngine()) as served:
         assert (await served.get("/terminate"))[0] == 404
-        assert not served.service.entrance.stop.is_set()
+        assert not served.service.state.stop.is_set()
 
 
 async def test_a_paused_server_answers_afterwards(admin_key_file: str) -> None:

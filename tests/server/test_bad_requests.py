@@ -40,7 +40,7 @@ async def test_none_is_a_5xx_or_late_and_nothing_is_left(anyio_backend: Any) -> 
         async with asyncio.TaskGroup() as group:
             for _ in range(CONNECTIONS):
                 group.create_task(send_all(served, cases, statuses))
-        await until(lambda: served.service.entrance.in_work == 0 and served.engine.stats().blocks_held == 0)
+        await until(lambda: served.service.state.in_work == 0 and served.engine.stats().blocks_held == 0)
         served.engine.check_idle()
         files = len(open_files())
         for _ in range(50):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.server.http.entrance import Phase
+from asyncllm.server.http.server_state import Phase
 from asyncllm.testing import FakeEngine
 from tests.server.raw import connected, events_of, head, post, until
 from tests.server.serving import Served, serving
@@ -41,8 +41,8 @@ async def test_answers_that_run_finish_and_new_requests_go_elsewhere() -> None:
         streamed.send(post(CHAT, STREAM))
         whole.send(post(CHAT, PING))
         await running(served, 2)
-        served.service.entrance.stop.set()
-        await until(lambda: served.service.entrance.phase is Phase.DRAINING)
+        served.service.state.stop.set()
+        await until(lambda: served.service.state.phase is Phase.DRAINING)
         for path, status in (("/health/ready", 503), ("/health/live", 200), ("/health", 200)):
             idle.send(head("GET", path))
             answer = await idle.answer()
@@ -68,7 +68,7 @@ async def test_a_server_at_rest_stops_at_once() -> None:
     async with serving(FakeEngine()) as served, connected(served) as idle:
         idle.send(post(CHAT, PING))
         assert (await idle.answer()).status == 200
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         async with asyncio.timeout(3):
             await served.task
         assert await idle.closed() == b""
@@ -80,9 +80,9 @@ async def test_a_large_answer_is_read_to_its_end() -> None:
     async with serving(engine) as served, connected(served, receive_buffer=4096) as wire:
         wire.send(post(CHAT, {**PING, "logprobs": True, "top_logprobs": 20, "n": 8}))
         await until(lambda: engine.stats().requests_finished == 1, 20)
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         await asyncio.sleep(0.1)
-        assert served.service.entrance.in_work == 1
+        assert served.service.state.in_work == 1
         answer = await wire.answer()
         assert len(answer.body) > 4_000_000
         assert len(answer.json["choices"]) == 8
@@ -96,7 +96,7 @@ async def test_what_takes_too_long_ends_with_an_error_event() -> None:
         wire.send(post(CHAT, STREAM))
         whole.send(post(CHAT, PING))
         await running(served, 2)
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         await ends_with_an_error(wire)
         answer = await whole.answer()
         assert (answer.status, answer.json["error"]["code"]) == (503, "shutting_down")
@@ -111,15 +111,15 @@ async def test_a_second_signal_ends_it_at_once() -> None:
             for wire in (first, second):
                 wire.send(post(CHAT, STREAM))
             await running(served, 2)
-            served.service.entrance.stop.set()
+            served.service.state.stop.set()
             await asyncio.sleep(0.1)
             assert not served.task.done()
-            served.service.entrance.stop_now.set()
+            served.service.state.stop_now.set()
             for wire in (first, second):
                 await ends_with_an_error(wire)
             async with asyncio.timeout(5):
                 await served.task
-        await until(lambda: served.service.entrance.in_work == 0)
+        await until(lambda: served.service.state.in_work == 0)
 
 
 async def test_a_client_that_does_not_read_holds_nothing_up_after_the_second_signal() -> None:
@@ -127,8 +127,8 @@ async def test_a_client_that_does_not_read_holds_nothing_up_after_the_second_sig
     async with serving(engine) as served, connected(served, receive_buffer=4096) as wire:
         wire.send(post(CHAT, {**STREAM, "logprobs": True, "top_logprobs": 20, "n": 8}))
         await until(lambda: engine.stats().requests_finished == 1, 20)
-        served.service.entrance.stop.set()
-        served.service.entrance.stop_now.set()
+        served.service.state.stop.set()
+        served.service.state.stop_now.set()
         async with asyncio.timeout(10):
             await served.task
 
@@ -136,13 +136,13 @@ async def test_a_client_that_does_not_read_holds_nothing_up_after_the_second_sig
 async def test_the_delay_serves_while_ready_says_no() -> None:
     engine = FakeEngine({"ping": "pong"})
     async with serving(engine, drain_delay=30) as served:
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         await asyncio.sleep(0.05)
         assert (await served.get("/health/ready"))[0] == 503
         status, answer = await served.post(CHAT, PING)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "pong")
         assert not served.task.done()
-        served.service.entrance.stop_now.set()
+        served.service.state.stop_now.set()
         async with asyncio.timeout(5):
             await served.task
 

@@ -59,14 +59,14 @@ class TestStreams:
             neighbour.send(post(CHAT, {**ASK, "messages": "neighbour"}))
             await until(lambda: engine.stats().running == 1)
             wire.send(post(*call))
-            await until(lambda: served.service.entrance.in_work == 2)
+            await until(lambda: served.service.state.in_work == 2)
             engine.executor.resume()
             choices = await failed(wire, "request_failed")
             assert choices
             events = events_of((await neighbour.answer()).body)
             assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "x" * 60
             assert [event["choices"][0]["finish_reason"] for event in events][-1] == "stop"
-            await until(lambda: served.service.entrance.in_work == 0 and engine.stats().blocks_held == 0)
+            await until(lambda: served.service.state.in_work == 0 and engine.stats().blocks_held == 0)
             engine.check_idle()
 
     @pytest.mark.parametrize("call", STREAMS)
@@ -160,7 +160,7 @@ class TestWholeAnswers:
         async with serving(engine) as served:
             await refused(served, path, body, 500, "request_failed")
             assert (await served.post(CHAT, {"messages": "pong"}))[0] == 200
-            await until(lambda: served.service.entrance.in_work == 0 and engine.stats().blocks_held == 0)
+            await until(lambda: served.service.state.in_work == 0 and engine.stats().blocks_held == 0)
             engine.check_idle()
 
     async def test_an_engine_that_is_closed_fails_all(self) -> None:

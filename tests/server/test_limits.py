@@ -146,7 +146,7 @@ class TestBodies:
             assert answer.headers["x-should-retry"] == "false"
             wire.send(body[part:])
             assert await wire.closed() == b""
-            assert served.service.entrance.in_work == 0
+            assert served.service.state.in_work == 0
 
     async def test_one_that_trickles_gets_no_more_time(self) -> None:
         async with serving(FakeEngine(), body_timeout=0.2) as served, connected(served) as wire:
@@ -196,7 +196,7 @@ async def test_only_so_many_requests_are_in_work() -> None:
             asyncio.create_task(served.post(CHAT, PING)),
             asyncio.create_task(served.post("/v1/completions", {"prompt": "ping"})),
         ]
-        await until(lambda: served.service.entrance.in_work == 2)
+        await until(lambda: served.service.state.in_work == 2)
         async with served.http.post(served.url + CHAT, json=PING) as response:
             assert response.status == 429
             assert (await response.json())["error"]["code"] == "too_many_requests"

@@ -85,5 +85,5 @@ async def test_a_client_that_left_in_a_stream(logged: Any) -> None:
             wire.send(post("/v1/chat/completions", CHAT))
             await wire.answer_head()
             await wire.piece()
-        await served.service.entrance.idle.wait()
+        await served.service.state.idle.wait()
     assert logged() == [499]

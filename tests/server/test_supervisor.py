@@ -211,7 +211,7 @@ async def test_stopping_while_it_restarts(loading: bool) -> None:
         await dies(served)
         if loading:
             await until(lambda: len(engines.made) == 2)
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         async with asyncio.timeout(5):
             await served.task
     assert served.service.supervisor.num_restarts == 0

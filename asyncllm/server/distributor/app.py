@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 
 from aiohttp import web
@@ -13,16 +13,14 @@ from asyncllm.server.distributor import node_routes, own_routes
 from asyncllm.server.distributor.distributor import DISTRIBUTOR, Distributor, distributor_of
 from asyncllm.server.distributor.forwarding import error_format
 from asyncllm.server.http.access import KEY
-from asyncllm.server.http.entrance import REQUEST_ID, add_headers, expect_nothing, give_id
+from asyncllm.server.http.body import defer_continue
 from asyncllm.server.http.errors import ApiError, as_api_error
 from asyncllm.server.http.protocol import working
-from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, send
-from asyncllm.server.http.routing import Slashes, without_slashes
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, REQUEST_ID, add_headers, send, set_request_id
+from asyncllm.server.http.routing import Handler, Slashes, without_slashes
 from asyncllm.server.observe.access_log import log_request
 
 __all__ = ["build_app"]
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FORWARDED = "/{path:.*}"
 PAGE = "/"
@@ -51,7 +49,7 @@ RIGHTS: Mapping[Handler, _Rights] = {
 
 def build_app(distributor: Distributor) -> web.Application:
     """Return the application of a distributor, which runs as long as the application does."""
-    app = web.Application(middlewares=[_entrance])
+    app = web.Application(middlewares=[_answer_and_log])
     app[DISTRIBUTOR] = distributor
     routes: list[tuple[str, str, Handler]] = [
         ("GET", "/v1/models", own_routes.models),
@@ -73,9 +71,9 @@ def build_app(distributor: Distributor) -> web.Application:
         # As in the server, HEAD asks for the headers of GET; but no HEAD stops servers.
         also_head = method == "GET" and handler is not node_routes.terminate_all
         for each in (method, "HEAD") if also_head else (method,):
-            app.router.add_route(each, path, handler, expect_handler=expect_nothing)
+            app.router.add_route(each, path, handler, expect_handler=defer_continue)
     app.router.register_resource(Slashes(app.router))
-    app.router.add_route("*", FORWARDED, _forward, expect_handler=expect_nothing)
+    app.router.add_route("*", FORWARDED, _forward, expect_handler=defer_continue)
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run)
     return app
@@ -101,7 +99,7 @@ async def _forward(request: web.Request) -> web.StreamResponse:
         )
     distributor = distributor_of(request)
     with ExitStack() as in_work:
-        in_work.enter_context(distributor.entrance.work())
+        in_work.enter_context(distributor.state.work())
         in_work.enter_context(working(request))
         response = await distributor.forwarding.forward(request)
         # The request counts as work until its answer is written, because a draining distributor waits for that.
@@ -110,11 +108,11 @@ async def _forward(request: web.Request) -> web.StreamResponse:
 
 
 @web.middleware
-async def _entrance(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answer_and_log(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Check access, answer, turn every exception into an answer, and write a line in the access log."""
     began = time.monotonic()
     distributor = distributor_of(request)
-    give_id(request)
+    set_request_id(request)
     status = CLIENT_LEFT
     try:
         try:

@@ -19,7 +19,7 @@ from asyncllm.server.distributor.pins import Pins
 from asyncllm.server.distributor.strategies import strategy_named
 from asyncllm.server.distributor.upstream import open_session
 from asyncllm.server.http.access import Access, read_admin_keys, read_key, read_keys
-from asyncllm.server.http.entrance import Entrance
+from asyncllm.server.http.server_state import ServerState
 
 __all__ = ["DISTRIBUTOR", "Distributor", "distributor_of", "open_distributor"]
 
@@ -33,7 +33,7 @@ class Distributor:
         """`kept`: the nodes of the node file."""
         self.config = config
         self.access = access
-        self.entrance = Entrance()
+        self.state = ServerState()
         self.nodes = Nodes()
         for url in config.nodes or ():
             self.nodes.add(Node(address_of_node(url), configured=True))

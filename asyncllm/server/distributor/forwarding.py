@@ -23,9 +23,8 @@ from asyncllm.server.distributor.routing_fields import RESPONSES, RoutingFields,
 from asyncllm.server.distributor.upstream import request_headers, response_headers
 from asyncllm.server.http.access import KEY
 from asyncllm.server.http.body import read_body
-from asyncllm.server.http.entrance import REQUEST_ID, REQUEST_ID_HEADER
 from asyncllm.server.http.errors import ApiError, ErrorFormat, event_of, retry_after
-from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, Connection, begin
+from asyncllm.server.http.responses import CLIENT_LEFT, OUTCOME, REQUEST_ID, REQUEST_ID_HEADER, Connection, begin
 from asyncllm.server.http.routing import without_slashes
 
 __all__ = ["Forwarding", "error_format"]

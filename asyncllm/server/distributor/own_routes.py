@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.server.distributor.distributor import distributor_of
-from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.errors import ApiError, retry_after
+from asyncllm.server.http.server_state import Phase
 
 __all__ = ["health", "load", "metrics", "models", "no_metrics", "ready"]
 
@@ -36,7 +36,7 @@ def _counts(request: web.Request) -> dict[str, Any]:
 
 
 def _leaves(request: web.Request) -> bool:
-    return distributor_of(request).entrance.phase is not Phase.SERVING
+    return distributor_of(request).state.phase is not Phase.SERVING
 
 
 async def health(request: web.Request) -> web.Response:

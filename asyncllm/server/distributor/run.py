@@ -11,8 +11,8 @@ from asyncllm.config import DistributorConfig
 from asyncllm.server.distributor.app import build_app
 from asyncllm.server.distributor.distributor import Distributor, open_distributor
 from asyncllm.server.http.acceptor import raise_limit
-from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
+from asyncllm.server.http.server_state import Phase
 from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.shown import to_stderr
 
@@ -30,7 +30,7 @@ async def run(config: DistributorConfig, announce: Callable[[str], None] | None 
         with bind(config) as listener:
             port = listener.getsockname()[1]
             distributor = await asyncio.to_thread(open_distributor, config, port)
-            with calling_at_signals(distributor.entrance.ask_to_stop):
+            with calling_at_signals(distributor.state.ask_to_stop):
                 greet = announce or partial(_greet, distributor)
                 await serve_until_stopped(distributor, listener, greet)
 
@@ -38,16 +38,16 @@ async def run(config: DistributorConfig, announce: Callable[[str], None] | None 
 async def serve_until_stopped(
     distributor: Distributor, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
-    """Serve until the entrance's `stop` is set. Then new requests are refused, and running ones have `drain_timeout`
+    """Serve until `state.stop` is set. Then new requests are refused, and running ones have `drain_timeout`
     seconds to finish; setting `stop_now` cuts this short."""
-    config, entrance = distributor.config, distributor.entrance
+    config, state = distributor.config, distributor.state
     tls = await asyncio.to_thread(tls_context, config)
     async with listening(build_app(distributor), config, listener, tls) as stop_accepting:
         announce(address_of(config, listener))
-        await entrance.stop.wait()
-        entrance.phase = Phase.DRAINING
+        await state.stop.wait()
+        state.phase = Phase.DRAINING
         stop_accepting()
-        await first_of(config.drain_timeout, entrance.stop_now, entrance.idle)
+        await first_of(config.drain_timeout, state.stop_now, state.idle)
 
 
 def _greet(distributor: Distributor, address: str) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["read_body"]
+__all__ = ["defer_continue", "read_body"]
 
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": zlib.MAX_WBITS}
 """Window bits of the supported encodings, by their names in Content-Encoding."""
@@ -65,6 +65,10 @@ async def read_body(request: web.Request, patience: float, max_bytes: int, *, un
     if len(body) <= INLINE_BYTES:
         return _unpacked(body, encoding, max_bytes)
     return await asyncio.to_thread(_unpacked, body, encoding, max_bytes)
+
+
+async def defer_continue(request: web.Request) -> None:
+    """Leave `Expect: 100-continue` to `read_body`, so that a refused request need not send its body."""
 
 
 async def _say_continue(request: web.Request) -> None:

@@ -1,15 +1,18 @@
-"""JSON responses, and writing them to clients that read slowly, not at all, or have left."""
+"""Responses: their headers, JSON bodies, and writing them to clients that read slowly, not at all, or have left."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
 
+from asyncllm.server.http.access import Access
 from asyncllm.server.http.protocol import is_last
 
 if TYPE_CHECKING:
@@ -18,13 +21,18 @@ if TYPE_CHECKING:
 __all__ = [
     "CLIENT_LEFT",
     "OUTCOME",
+    "REQUEST_ID",
+    "REQUEST_ID_HEADER",
     "Connection",
+    "add_headers",
+    "asks_for_anthropic",
     "begin",
     "built_response",
     "encode",
     "encoded_alone",
     "json_response",
     "send",
+    "set_request_id",
 ]
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -37,8 +45,32 @@ OUTCOME = web.RequestKey("OUTCOME", int)
 """The status by which a request ended, if not its response's: CLIENT_LEFT, or that of an error in a stream that had
 begun with 200. Written by the first function that notices it, read by the entry point."""
 
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+"""The id of a request, which is in the log and in a header of the answer: its client's, or a new one. Set by
+`set_request_id`, which the applications call first."""
+VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
 SMALL = 2**14
 """Bytes that an empty write buffer accepts before the transport asks to wait (64 KiB in asyncio and uvloop)."""
+
+
+def set_request_id(request: web.Request) -> None:
+    """Set the request's id, which is the client's own if that is valid."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    request[REQUEST_ID] = given if VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def add_headers(request: web.Request, response: web.StreamResponse, access: Access) -> None:
+    """Add the headers of every response."""
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    access.grant(request, response)
+
+
+def asks_for_anthropic(request: web.Request) -> bool:
+    """Return whether the request comes from a client of Anthropic's API."""
+    return "anthropic-version" in request.headers
 
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:

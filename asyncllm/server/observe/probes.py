@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 
 from asyncllm.errors import EngineError
-from asyncllm.server.http.entrance import Phase
 from asyncllm.server.http.errors import retry_after
 from asyncllm.server.http.responses import json_response
+from asyncllm.server.http.server_state import Phase
 from asyncllm.server.service import Service, service_of
 
 __all__ = ["Health", "Load", "health", "live", "load", "metrics", "ready"]
@@ -43,7 +43,7 @@ def _health(service: Service) -> Health:
     status: Literal["draining", "stalled", "sleeping", "paused", "healthy"] = "healthy"
     if stats.seconds_since_progress > service.config.progress_timeout:
         status = "stalled"
-    elif service.entrance.phase is not Phase.SERVING:
+    elif service.state.phase is not Phase.SERVING:
         status = "draining"
     elif stats.sleep_level:
         status = "sleeping"
@@ -93,7 +93,7 @@ class Load(msgspec.Struct, kw_only=True):
 
 async def load(request: web.Request) -> web.Response:
     """The number of requests in progress, in the format vLLM gives load balancers."""
-    return json_response(Load(server_load=service_of(request).entrance.in_work))
+    return json_response(Load(server_load=service_of(request).state.in_work))
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from asyncllm.server.anthropic.models import list_of, model_info
-from asyncllm.server.http.entrance import asks_for_anthropic
-from asyncllm.server.http.responses import json_response
+from asyncllm.server.http.responses import asks_for_anthropic, json_response
 from asyncllm.server.http.routing import without_slashes
 from asyncllm.server.openai.responses import Model, ModelList, ModelPermission
 from asyncllm.server.service import Service, service_of

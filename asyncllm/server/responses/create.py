@@ -186,7 +186,7 @@ async def _begin_in_background(request: web.Request, answer: _Answer, generation
     service, log = service_of(request), answer.log
     try:
         job = BackgroundResponse(answer, log, answer.input_items)
-        service.background.begin(request[KEY], job, generation, service.entrance.more_work())
+        service.background.begin(request[KEY], job, generation, service.state.more_work())
     except BaseException:
         generation.cancel()
         raise

@@ -142,6 +142,6 @@ async def distributing(*nodes: FakeNode, started: bool = True, **config: Any) ->
                 yield Distributing(distributor, f"http://127.0.0.1:{port}", http)
             finally:
                 await http.close()
-                distributor.entrance.stop.set()
-                distributor.entrance.stop_now.set()
+                distributor.state.stop.set()
+                distributor.state.stop_now.set()
                 await serving

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from asyncllm.server.distributor.nodes import MAX_FAILURES
-from asyncllm.server.http.entrance import Phase
+from asyncllm.server.http.server_state import Phase
 from tests.processes import free_port
 from tests.server.distributor.fakes import CHAT, Distributing, FakeNode, distributing
 from tests.server.raw import post, until
@@ -420,8 +420,8 @@ async def test_draining_lets_answers_finish_and_refuses_others() -> None:
         await until(lambda: bool(node.requests))
         async with served.http.get(served.url + "/health") as kept:
             await kept.read()
-        served.distributor.entrance.stop.set()
-        await until(lambda: served.distributor.entrance.phase is Phase.DRAINING)
+        served.distributor.state.stop.set()
+        await until(lambda: served.distributor.state.phase is Phase.DRAINING)
         assert (await served.get("/health/ready"))[0] == 503
         go_on.set()
         assert await asking == (200, {"name": "one"})

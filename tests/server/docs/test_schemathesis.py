@@ -45,5 +45,5 @@ async def test_the_server_does_what_its_document_says(tmp_path: Path) -> None:
             },
         )
         assert await process.wait() == 0
-        await until(lambda: served.service.entrance.in_work == 0 and engine.stats().blocks_held == 0)
+        await until(lambda: served.service.state.in_work == 0 and engine.stats().blocks_held == 0)
         engine.check_idle()

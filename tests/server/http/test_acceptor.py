@@ -79,7 +79,7 @@ async def test_stopping_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "accept", accept)
     async with serving(FakeEngine()) as served, connected(served):
         await asyncio.sleep(0.02)
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         async with asyncio.timeout(3):
             await served.task
 

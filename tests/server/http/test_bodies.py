@@ -66,7 +66,7 @@ async def test_a_full_server_unpacks_nothing(unpackers: list[int]) -> None:
     engine.executor.pause()
     async with serving(engine, max_concurrent_requests=1) as served, connected(served) as wire:
         asking = asyncio.create_task(served.post(CHAT, PING))
-        await until(lambda: served.service.entrance.in_work == 1)
+        await until(lambda: served.service.state.in_work == 1)
         wire.send(post(CHAT, BOMB, {"Content-Encoding": "gzip"}))
         assert (await wire.answer()).status == 429
         engine.executor.resume()

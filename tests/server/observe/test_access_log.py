@@ -67,7 +67,7 @@ async def test_a_client_that_left_is_logged_as_such(caplog: pytest.LogCaptureFix
         await until(lambda: engine.stats().running)
         asking.cancel()
         await asyncio.wait([asking])
-        await served.service.entrance.idle.wait()
+        await served.service.state.idle.wait()
         engine.executor.resume()
     assert [message.split()[2] for message in caplog.messages] == ["499"]
 

@@ -85,8 +85,8 @@ async def test_a_dead_engine_is_no_longer_alive() -> None:
 async def test_a_leaving_server_is_well_and_serves_but_is_not_ready() -> None:
     engine = FakeEngine("x" * 100)
     async with serving(engine, drain_delay=30.0) as served:
-        served.service.entrance.stop.set()
-        await until(lambda: served.service.entrance.phase.value == "leaving")
+        served.service.state.stop.set()
+        await until(lambda: served.service.state.phase.value == "leaving")
         assert [await ask(served, path) for path in ALL] == [(200, "draining"), (200, "draining"), (503, "draining")]
         assert (await served.post("/v1/chat/completions", {"messages": PING}))[0] == 200
         assert (await served.get("/v1/models"))[0] == 200

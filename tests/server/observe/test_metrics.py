@@ -88,7 +88,7 @@ async def test_gauges_are_of_the_moment_and_a_client_that_leaves_is_an_abort() -
             each.cancel()
         await asyncio.wait(asking)
         engine.executor.resume()
-        await served.service.entrance.idle.wait()
+        await served.service.state.idle.wait()
         await settle(engine)
         idle = await scrape(served)
     assert (value(busy, "num_requests_running"), value(busy, "num_requests_waiting")) == (1, 1)
@@ -164,8 +164,8 @@ async def test_what_clients_make_up_adds_no_series() -> None:
 
 async def test_a_full_server_and_a_dead_engine_are_still_measured() -> None:
     async with serving(FakeEngine(fail_at=0), max_concurrent_requests=1) as served:
-        with served.service.entrance.work():
-            with pytest.raises(ApiError), served.service.entrance.work():
+        with served.service.state.work():
+            with pytest.raises(ApiError), served.service.state.work():
                 pass
             assert value(await scrape(served), "engine_up") == 1
         assert (await served.post("/v1/chat/completions", {"messages": PING}))[0] == 503

@@ -140,7 +140,7 @@ async def test_a_503_of_a_draining_server_says_when_another_may_answer() -> None
         await anext(running)
         # New connections are refused; this one stays open.
         await client.models.list()
-        served.service.entrance.stop.set()
+        served.service.state.stop.set()
         await asyncio.sleep(0.05)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(**ASKED)
@@ -157,7 +157,7 @@ async def test_cancelling_the_task_that_waits_ends_the_answer() -> None:
             waiting.cancel()
             await asyncio.wait([waiting])
             assert waiting.cancelled()
-            await asyncio.wait_for(served.service.entrance.idle.wait(), timeout=2)
+            await asyncio.wait_for(served.service.state.idle.wait(), timeout=2)
             await until(lambda: served.engine.stats().running == 0)
 
 
@@ -179,13 +179,13 @@ async def test_leaving_a_stream_ends_the_answer() -> None:
         stream = await client.chat.completions.create(**ASKED, stream=True)
         async for _ in stream:
             break
-        assert served.service.entrance.in_work == 1
+        assert served.service.state.in_work == 1
         await stream.close()
-        await asyncio.wait_for(served.service.entrance.idle.wait(), timeout=2)
+        await asyncio.wait_for(served.service.state.idle.wait(), timeout=2)
 
 
 async def test_a_timeout_of_the_client_ends_the_answer() -> None:
     async with asked("x" * 1000) as (served, client):
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.2).chat.completions.create(**ASKED)
-        await asyncio.wait_for(served.service.entrance.idle.wait(), timeout=2)
+        await asyncio.wait_for(served.service.state.idle.wait(), timeout=2)

@@ -22,7 +22,7 @@ ANSWER = "A long answer to a short question."
 
 async def finished(served: Served) -> None:
     async with asyncio.timeout(30):
-        await until(lambda: not served.service.entrance.in_work)
+        await until(lambda: not served.service.state.in_work)
 
 
 async def test_it_is_computed_without_a_client_and_polled() -> None:
@@ -37,10 +37,10 @@ async def test_it_is_computed_without_a_client_and_polled() -> None:
         assert (await client.responses.retrieve(first.id)).status in ("queued", "in_progress")
         (item,) = (await client.responses.input_items.list(first.id)).data
         assert item.type == "message"
-        assert served.service.entrance.in_work == 1
+        assert served.service.state.in_work == 1
         engine.executor.advance(1000)
         await finished(served)
-        assert served.service.entrance.in_work == 0
+        assert served.service.state.in_work == 0
         done = await client.responses.retrieve(first.id)
         assert (done.id, done.status, done.output_text) == (first.id, "completed", ANSWER)
         assert done.usage is not None
@@ -147,7 +147,7 @@ async def test_other_keys_see_nothing_and_a_drain_waits() -> None:
             for call in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
                 with pytest.raises(openai.NotFoundError):
                     await call(first.id)
-            served.service.entrance.stop.set()
+            served.service.state.stop.set()
             await asyncio.sleep(0.05)
             assert not served.task.done()
             assert (await client.responses.retrieve(first.id)).status in ("queued", "in_progress")

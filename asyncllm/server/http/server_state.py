@@ -1,38 +1,15 @@
-"""Entrance: admits requests, gives them ids, and counts those in work until the program may end.
-
-The id of a request is its client's X-Request-Id, or a new one. It is in the log, and a header of the answer.
-"""
+"""ServerState: admits requests, and counts those in work until the program may end."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import re
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
-
-from asyncllm.server.http.access import Access
 from asyncllm.server.http.errors import ApiError, retry_after
 
-__all__ = [
-    "REQUEST_ID",
-    "REQUEST_ID_HEADER",
-    "Entrance",
-    "Phase",
-    "add_headers",
-    "asks_for_anthropic",
-    "expect_nothing",
-    "give_id",
-]
-
-REQUEST_ID_HEADER = "X-Request-Id"
-REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-"""Set by `give_id`, which the applications call first."""
-
-GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+__all__ = ["Phase", "ServerState"]
 
 
 class Phase(enum.Enum):
@@ -44,7 +21,7 @@ class Phase(enum.Enum):
     DRAINING = "draining"
 
 
-class Entrance:
+class ServerState:
     """Written by the requests (`in_work`), by signals and routes that stop the program (`stop`, `stop_now`), and by the
     function that serves (`phase`)."""
 
@@ -109,25 +86,3 @@ class Entrance:
             self._in_work -= 1
             if not self._in_work:
                 self.idle.set()
-
-
-def give_id(request: web.Request) -> None:
-    """Set the request's id, which is the client's own if that is valid."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    request[REQUEST_ID] = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def asks_for_anthropic(request: web.Request) -> bool:
-    """Return whether the request comes from a client of Anthropic's API."""
-    return "anthropic-version" in request.headers
-
-
-def add_headers(request: web.Request, response: web.StreamResponse, access: Access) -> None:
-    """Add the headers of every answer."""
-    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID, "")
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    access.grant(request, response)
-
-
-async def expect_nothing(request: web.Request) -> None:
-    """Leave `Expect: 100-continue` to `read_body`, so that a refused request need not send its body."""
