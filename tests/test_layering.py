@@ -20,7 +20,7 @@ from asyncllm import AsyncEngine
 PACKAGE = Path(__file__).parent.parent / "asyncllm"
 
 LEVELS = [
-    {"errors", "config", "types", "prompt_image", "protocol", "event_loop", "shown"},
+    {"errors", "config", "types", "prompt_image", "protocol", "event_loop", "printable"},
     {"kernels", "text"},
     {"locate"},
     {"tokenizer"},

@@ -13,7 +13,7 @@ from asyncllm.cli import flags
 from asyncllm.cli.flags import DEFAULT_MODEL, MODEL_HELP, add_model_settings, load_template
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter
-from asyncllm.shown import to_stderr
+from asyncllm.printable import to_stderr
 
 __all__ = ["add"]
 

@@ -27,7 +27,7 @@ from asyncllm.cli.terminal import CHAT_HELP, converse, print_answer
 from asyncllm.config import EngineConfig, GenerationConfig
 from asyncllm.errors import AsyncLLMError, InvalidParameter, UnsupportedFeature
 from asyncllm.locate import BUNDLED
-from asyncllm.shown import in_terminal, to_stderr
+from asyncllm.printable import in_terminal, to_stderr
 
 if TYPE_CHECKING:
     from asyncllm.pipeline import Pipeline

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.cli.flags import MODEL_HELP, add_plugin, load_plugins
-from asyncllm.shown import in_terminal
+from asyncllm.printable import in_terminal
 
 if TYPE_CHECKING:
     from asyncllm.porting import Comparison

@@ -10,7 +10,7 @@ from typing import Any
 from asyncllm.cli import flags
 from asyncllm.cli.flags import MODEL_HELP
 from asyncllm.config import LITE_TOOLS, LiteConfig
-from asyncllm.shown import in_terminal
+from asyncllm.printable import in_terminal
 
 __all__ = ["add", "spelled_out"]
 

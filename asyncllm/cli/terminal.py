@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, Protocol
 
 from asyncllm.errors import AsyncLLMError, ContextLengthExceeded, ServerError
-from asyncllm.shown import in_terminal, to_stderr
+from asyncllm.printable import in_terminal, to_stderr
 
 __all__ = ["CHAT_HELP", "Conversation", "Piece", "converse", "print_answer"]
 

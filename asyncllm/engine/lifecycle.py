@@ -24,7 +24,6 @@ from asyncllm.engine.schedule.waiting_queue import WaitingQueue
 from asyncllm.engine.sessions.session_table import SessionTable
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineError, InvalidParameter, ModelError
 from asyncllm.event_loop.in_thread import in_thread
-from asyncllm.event_loop.surroundings import asyncio_loop
 from asyncllm.protocol import Executor, Limits, TakesGrammars, TakeVocabulary
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.grammars.bridge import GrammarCompiler
@@ -67,7 +66,7 @@ class Lifecycle:
         """Load the model and start the engine's loop. On ModelError or EngineError, leave nothing behind."""
         if self._state != "new":
             raise EngineError(f"The engine was started before and is {self._state}. Make a new AsyncEngine.")
-        loop = asyncio_loop()
+        loop = _asyncio_loop()
         self._state = "starting"
         self._starting = loop.create_task(self._start_up(), name="asyncllm-start")
         try:
@@ -255,3 +254,14 @@ def _stall_timeout(config: EngineConfig, *, isolated: bool, device: str) -> floa
     if config.stall_timeout is not None:
         return config.stall_timeout
     return RANKS_STALL_S if isolated and device != "cpu" else 0.0
+
+
+def _asyncio_loop() -> asyncio.AbstractEventLoop:
+    """Return the running event loop. Raises EngineError if there is none, or if it belongs to another library."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise EngineError(
+            "An engine runs in asyncio's event loop, and none is running here. Start it inside asyncio.run(...); "
+            "under trio, in a thread with a loop of its own, or use asyncllm.pipeline."
+        ) from None

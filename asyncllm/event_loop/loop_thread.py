@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosed, EngineError
 from asyncllm.event_loop.in_thread import starting_thread
-from asyncllm.event_loop.surroundings import Process
+from asyncllm.event_loop.owner_process import OwnerProcess
 
 __all__ = ["LoopThread"]
 
@@ -37,7 +37,7 @@ class LoopThread:
         """Run `start` in the new loop, and raise any error of it. `stop` runs before the loop ends."""
         self._start, self._stop = start, stop
         self._lock = threading.Lock()
-        self._process = Process()
+        self._process = OwnerProcess()
         self._closing = False
         self._stop_error: Exception | None = None
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import ModelError
+from asyncllm.printable import to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.distributor.registration import Registration
 from asyncllm.server.http.acceptor import raise_limit
@@ -25,7 +26,6 @@ from asyncllm.server.observe.access_log import logging_to_stderr
 from asyncllm.server.request.arguments import OPENAI_DEFAULTS, defaults_of
 from asyncllm.server.service import Service
 from asyncllm.server.supervisor import Supervisor
-from asyncllm.shown import to_stderr
 
 __all__ = ["loaded_objects_frozen", "open_service", "run", "serve_until_stopped"]
 

@@ -40,8 +40,8 @@ from asyncllm.engine.schedule.scheduler import Scheduler
 from asyncllm.engine.schedule.sequence import Request, Sequence
 from asyncllm.engine.stats import EngineStats, scheduler_stats
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, EngineError
+from asyncllm.event_loop.owner_process import OwnerProcess
 from asyncllm.event_loop.request_gate import RequestGate
-from asyncllm.event_loop.surroundings import Process
 from asyncllm.protocol import Command, Executor
 from asyncllm.types import RequestRecord
 
@@ -87,7 +87,7 @@ class EngineLoop:
         take `COMMAND_PATIENCE` times as long.
         """
         self._event_loop = asyncio.get_running_loop()
-        self._process = Process()
+        self._process = OwnerProcess()
         self._state = "running"
         self._cause: BaseException | None = None
         """The error that killed the loop."""

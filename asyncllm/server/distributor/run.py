@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncllm.config import DistributorConfig
+from asyncllm.printable import to_stderr
 from asyncllm.server.distributor.app import build_app
 from asyncllm.server.distributor.distributor import Distributor, open_distributor
 from asyncllm.server.http.acceptor import raise_limit
 from asyncllm.server.http.listening import address_of, bind, calling_at_signals, first_of, listening, tls_context
 from asyncllm.server.http.server_state import Phase
 from asyncllm.server.observe.access_log import logging_to_stderr
-from asyncllm.shown import to_stderr
 
 __all__ = ["run", "serve_until_stopped"]
 

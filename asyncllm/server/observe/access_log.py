@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from asyncllm.shown import in_one_line, in_terminal
+from asyncllm.printable import in_one_line, in_terminal
 
 __all__ = ["log_request", "logging_to_stderr"]
 

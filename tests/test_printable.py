@@ -14,7 +14,7 @@ import pytest
 from asyncllm import cli
 from asyncllm.cli.terminal import converse, print_answer
 from asyncllm.errors import ServerError
-from asyncllm.shown import in_one_line, in_terminal, to_stderr
+from asyncllm.printable import in_one_line, in_terminal, to_stderr
 from asyncllm.types import Chunk
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"

@@ -1,16 +1,15 @@
-"""Check where an engine is used: in the process that started it, in asyncio's event loop."""
+"""OwnerProcess: the process that started an engine, which a forked one cannot use."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 from asyncllm.errors import EngineError
 
-__all__ = ["Process", "asyncio_loop"]
+__all__ = ["OwnerProcess"]
 
 
-class Process:
+class OwnerProcess:
     """The process in which this object was created."""
 
     def __init__(self) -> None:
@@ -28,14 +27,3 @@ class Process:
                 f"The {what} was started in process {self._pid}, and this is one that was forked from it, without its "
                 f"threads. Start another one here, or let multiprocessing use the method 'spawn'."
             )
-
-
-def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop. Raises EngineError if there is none, or if it belongs to another library."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise EngineError(
-            "An engine runs in asyncio's event loop, and none is running here. Start it inside asyncio.run(...); "
-            "under trio, in a thread with a loop of its own, or use asyncllm.pipeline."
-        ) from None
