@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests import bailing_files, lara_layers
 from tests.layout import Fields, Layout, Tensors, fused, renamed, under_language_model, unfused_experts
+from tests.published_layouts import PUBLISHED
 from tests.shrunk_layers import shrink_layers
 
 __all__ = ["LAYOUTS", "RELATIVES", "Layout"]
@@ -174,6 +175,7 @@ def _of_groups(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
 
 
 LAYOUTS: dict[str, Layout] = {
+    **PUBLISHED,
     "aquila": Layout("llama", "aquila", "llama", "AquilaForCausalLM", dropped=_BIAS_OF_LLAMA),
     "iquest_coder": Layout("llama", "iquestcoder", "llama", "IQuestCoderForCausalLM", dropped=_BIAS_OF_LLAMA),
     "baichuan": Layout(

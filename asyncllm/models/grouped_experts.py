@@ -9,7 +9,7 @@ from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
 from asyncllm.models.expert_rows import expert_rows, stacked_rows
 
-__all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense"]
+__all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense", "sparse_layers"]
 
 DEEPSEEK_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
@@ -89,6 +89,15 @@ def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:
     if dense < 0 or kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         hf.invalid("mlp_layer_types", "where dense layers and then sparse ones belong, as many as there are")
     return dense
+
+
+def sparse_layers(hf: HFConfig, num_layers: int) -> frozenset[int]:
+    """Return the layers with experts: those that `mlp_layer_types` calls sparse, by default all but the first. Raises
+    InvalidCheckpoint."""
+    kinds = hf.fields.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
+        hf.invalid("mlp_layer_types", f"where a list of {num_layers} kinds, dense or sparse, belongs")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def expert_groups(hf: HFConfig, groups: int = 1, top_groups: int = 1) -> dict[str, Any]:

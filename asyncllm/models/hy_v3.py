@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, sparse_layers
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -54,17 +54,10 @@ class HYV3(DecoderLM):
         hf.expect("mlp_bias", False)
         fields = hf.decoder(architecture, max_position=131072, theta=11158840.0, head_dim=128, norm_eps=1e-5)
         num_layers, bias = fields["num_layers"], hf.flag("attention_bias", False)
-        kinds = hf.fields.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != num_layers
-            or not {"dense", "sparse"}.issuperset(map(str, kinds))
-        ):
-            hf.invalid("mlp_layer_types", f"where a list of {num_layers} kinds, dense or sparse, belongs")
         count = hf.integer("num_experts", 192, maximum=MAX_EXPERTS)
         size = hf.integer("moe_intermediate_size", 1536)
         experts = ExpertsConfig(
-            layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
+            layers=sparse_layers(hf, num_layers),
             count=count,
             size=size,
             routing=Routing(

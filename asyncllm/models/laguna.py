@@ -11,7 +11,7 @@ from asyncllm.layers.attention import Attention
 from asyncllm.layers.gated_attention import HeadGatedAttention
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, sparse_layers
 from asyncllm.models.qwen3 import QWEN3_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -81,7 +81,7 @@ class Laguna(DecoderLM):
         fields["windows"] = hf.windows(num_layers, hf.optional_integer("sliding_window", 512), [False] * num_layers)
         count = hf.integer("num_experts", 256, maximum=MAX_EXPERTS)
         experts = ExpertsConfig(
-            layers=_sparse_layers(hf, num_layers),
+            layers=sparse_layers(hf, num_layers),
             count=count,
             size=hf.integer("moe_intermediate_size", 512),
             routing=Routing(
@@ -109,13 +109,6 @@ class Laguna(DecoderLM):
         heads = replace(self.attention_config(layer), num_heads=config.layer_heads[layer])
         gates = config.per_feature_gate
         return HeadGatedAttention(layer, config.hidden_size, heads, activation=kernels.softplus, by_feature=gates)
-
-
-def _sparse_layers(hf: HFConfig, num_layers: int) -> frozenset[int]:
-    kinds = hf.fields.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
-        hf.invalid("mlp_layer_types", f"where a list of {num_layers} kinds, dense or sparse, belongs")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _layer_heads(hf: HFConfig, fields: dict[str, Any]) -> tuple[int, ...]:

@@ -183,9 +183,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
         "layers with two attentions are not implemented",
         "DeepseekV3ForCausalLM",
     ),
-    "MiMoV2FlashForCausalLM": Refused(
-        "MiMo-V2-Flash", "attention with values and keys of different size is not implemented", "MiMoForCausalLM"
-    ),
     "MiniMaxForCausalLM": Refused("MiniMax-Text-01, M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM1ForCausalLM": Refused("MiniMax-M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM3VLForCausalLM": Refused("MiniMax-M3, text", _INDEX, "MiniMaxM2ForCausalLM"),

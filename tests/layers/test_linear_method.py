@@ -13,6 +13,7 @@ from asyncllm.layers.bypass import Bypass, LinearBypass
 from asyncllm.layers.joint_mixers import JointMixers
 from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import LinearMethod, Weighted
+from asyncllm.layers.narrow_values import NarrowValueAttention
 from asyncllm.layers.short_convolution import StateLayer
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
@@ -168,8 +169,11 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
             assert attn.q.out_features // heads == attn.kv.out_features // attn.kv.unit
             assert attn.q.out_features // heads == attn.out.in_features // attn.out.unit
         elif attn is not None and not isinstance(attn, StateLayer | Bypass | LinearBypass):
-            assert attn.qkv.unit == attn.out.unit == attn.head_dim
-            assert attn.qkv.rows["q"].stop == attn.out.in_features
+            if isinstance(attn, NarrowValueAttention):
+                assert attn.out.unit == attn.value_dim
+            else:
+                assert attn.qkv.unit == attn.out.unit == attn.head_dim
+            assert attn.qkv.rows["q"].stop // attn.head_dim == attn.out.in_features // attn.out.unit
         if block.mlp is None or isinstance(block.mlp, Bypass | LinearBypass):
             continue
         if model.config.gated:

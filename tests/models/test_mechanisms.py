@@ -58,6 +58,7 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("attn", "softcap", None, None),
         ("attn", "qkv_clip", None, None),
         ("attn", "scale_queries", False, None),
+        ("attn.qkv", "value_scale", None, 1.0),
         ("attn", "alibi", None, None),
         ("attn", "alibi", None, lambda slopes: slopes * 2),
         ("embed", "offset", None, lambda offset: 1 - min(offset, 1)),
@@ -67,18 +68,25 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("positions", "offset", None, lambda offset: 1 - min(offset, 1)),
     ]
     for place, name, absent, other in wrong:
-        owners = [layer.attn for layer in model.layers] if place == "attn" else [getattr(model, place)]
+        owners = owners_of(model, place)
         if all(getattr(owner, name, absent) is absent for owner in owners):
             continue
 
         def change(
             model: DecoderLM, place: str = place, name: str = name, absent: Any = absent, other: Any = other
         ) -> None:
-            owners = [layer.attn for layer in model.layers] if place == "attn" else [getattr(model, place)]
-            for owner in owners:
+            for owner in owners_of(model, place):
                 setattr(owner, name, other(getattr(owner, name, absent)) if callable(other) else other)
 
         yield f"{place}.{name} {'changed' if callable(other) else 'dropped'}", change
+
+
+def owners_of(model: DecoderLM, place: str) -> list[Any]:
+    """The modules at a place: of each layer that has one, or of the model."""
+    if not place.startswith("attn"):
+        return [getattr(model, place)]
+    found = [layer.attn for layer in model.layers]
+    return found if place == "attn" else [attn.qkv for attn in found if hasattr(attn, "qkv")]
 
 
 def structure(model: DecoderLM) -> Iterator[Mechanism]:

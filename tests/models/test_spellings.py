@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.models.mimo_v2_flash import MiMoV2FlashConfig
 from asyncllm.models.registry import open_model
 from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
@@ -68,6 +69,32 @@ def test_layers_of_kimi_linear(tmp_path: Path) -> None:
         attended({"mla_use_nope": False})
 
 
+def test_windows_of_mimo(tmp_path: Path) -> None:
+    """The published `sliding_window_size` leaves out the query's own position, `sliding_window` of transformers does
+    not; sizes of the two kinds of layers that differ are refused."""
+    base = {**tiny("MiMoV2FlashForCausalLM"), "layer_types": ABSENT, "num_hidden_layers": 7}
+    assert read(tmp_path, {}, base).windows == (None, 9, 9, 9, 9, None, 9)
+    published = {"sliding_window": 8, "sliding_window_size": 8, "hybrid_layer_pattern": [1, 0, 0, 0, 0, 0, 1]}
+    assert read(tmp_path, published, base).windows == (9, *[None] * 5, 9)
+    assert read(tmp_path, {"moe_layer_freq": [0, 1, 0, 1, 0, 0, 1]}, base).experts.layers == {1, 3, 6}
+    own = {"swa_num_key_value_heads": 8, "attention_value_scale": None}
+    config = read(tmp_path, own, base)
+    assert isinstance(config, MiMoV2FlashConfig)
+    assert (config.num_kv_heads, config.window_kv_heads, config.value_scale) == (2, 8, 1.0)
+    for changes in ({"swa_head_dim": 16}, {"add_full_attention_sink_bias": True}, {"swa_v_head_dim": 24}):
+        with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+            read(tmp_path, changes, base)
+    for changes in (
+        {"hybrid_layer_pattern": [0, 1]},
+        {"hybrid_layer_pattern": [0, 2] * 3},
+        {"moe_layer_freq": 1},
+        {"v_head_dim": 32},
+        {"swa_num_key_value_heads": 3},
+    ):
+        with pytest.raises(InvalidCheckpoint, match="layer_types|" + next(iter(changes))):
+            read(tmp_path, changes, base)
+
+
 def test_stacked_experts_of_a_layer_that_has_none(tmp_path: Path) -> None:
     file = build_checkpoint("mistral4", tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "first_k_dense_replace": 2}))
@@ -79,6 +106,7 @@ IN_MEMORY = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie_moe", "exaone_moe", "flex_olmo", "flint"),
     *("gpt_neox", "lfm3"),
     *("glm4_moe", "granite_hybrid", "granite_moe", "hunyuan_moe", "hy_v3", "jamba", "kimi_linear", "laguna"),
+    "mimo_v2_flash",
     *("lfm2_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
 )
 
