@@ -20,7 +20,7 @@ from asyncllm.config import (
     VisionConfig,
     checked,
 )
-from asyncllm.config.lmdeploy_settings import CALLS, PIPELINES, without_neutral
+from asyncllm.config.lmdeploy_settings import CALLS, PIPELINES, without_unsupported
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
@@ -92,7 +92,7 @@ def pipeline(
 
     Raises InvalidParameter, UnsupportedFeature, ModelError.
     """
-    unknown = without_neutral(PIPELINES, unknown)
+    unknown = without_unsupported(PIPELINES, unknown)
     if unknown:
         name = next(iter(unknown))
         raise UnsupportedFeature(
@@ -472,7 +472,7 @@ def _replace(config: Config, fields: dict[str, Any]) -> Config:
 def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
     """Return `gen_config` with the options that are its fields, and the options that concern the request."""
     keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
-    options = without_neutral(CALLS, {name: value for name, value in options.items() if name not in keywords})
+    options = without_unsupported(CALLS, {name: value for name, value in options.items() if name not in keywords})
     if "enable_thinking" in options:
         variables = keywords.get("chat_template_kwargs") or {}
         keywords["chat_template_kwargs"] = {**variables, "enable_thinking": options.pop("enable_thinking")}

@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _batch(options: argparse.Namespace) -> int:
     """Answer a file of batch requests. Return the exit status: 1 if any was refused."""
-    flags.check_neutral(options)
+    flags.check_unsupported(options)
     engine_config, template = flags.load(options, EngineConfig), load_template(options)
 
     with ExitStack() as files:

@@ -170,7 +170,7 @@ def _add_settings(parser: flags.Parser) -> None:
 def _open(options: argparse.Namespace, model: str) -> tuple[Pipeline, GenerationConfig]:
     from asyncllm.pipeline import Pipeline
 
-    flags.check_neutral(options)
+    flags.check_unsupported(options)
     generation = flags.load(options, GenerationConfig)
     engine = flags.load(options, EngineConfig)
     return Pipeline(model, engine, load_template(options)), generation

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from asyncllm.config import ChatTemplateConfig, DistributorConfig, EngineConfig, GenerationConfig, ServerConfig
-from asyncllm.config.lmdeploy_settings import COMMANDS, without_neutral
-from asyncllm.config.neutral import Neutral
+from asyncllm.config.lmdeploy_settings import COMMANDS, without_unsupported
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "Parser",
     "add",
     "add_model_settings",
-    "add_neutral",
     "add_plugin",
-    "check_neutral",
+    "add_unsupported",
+    "check_unsupported",
     "load",
     "load_plugins",
     "load_template",
@@ -232,29 +232,29 @@ def add_model_settings(
     template_fields = set(ChatTemplateConfig.__struct_fields__) - {"meta_instruction", "capability"}
     add(parser.add_argument_group("chat template"), ChatTemplateConfig, leave_out=template_fields)
     add(parser.add_argument_group("engine"), EngineConfig, several=several, defaults=defaults)
-    add_neutral(parser, COMMANDS)
+    add_unsupported(parser, COMMANDS)
 
 
-def add_neutral(
-    parser: argparse.ArgumentParser, names: Collection[str], table: Mapping[str, Neutral] = COMMANDS
+def add_unsupported(
+    parser: argparse.ArgumentParser, names: Collection[str], table: Mapping[str, Unsupported] = COMMANDS
 ) -> None:
     """Add LMDeploy's options of these names, which are not implemented, to `parser`, but hide them from its help.
 
-    Neutral values are accepted; `check_neutral` refuses other values.
+    Neutral values are accepted; `check_unsupported` refuses other values.
     """
     for name in names:
         values = table[name].values or ()
         is_flag = bool(values) and all(isinstance(value, bool) for value in values)
         kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"type": _json_or_text, "metavar": "VALUE"}
         parser.add_argument(
-            _spelled(name), dest=f"neutral_{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
+            _spelled(name), dest=f"unsupported_{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
         )
 
 
-def check_neutral(namespace: argparse.Namespace, table: Mapping[str, Neutral] = COMMANDS) -> None:
+def check_unsupported(namespace: argparse.Namespace, table: Mapping[str, Unsupported] = COMMANDS) -> None:
     """Raise UnsupportedFeature for an LMDeploy option that asks for something not implemented."""
     given = vars(namespace)
-    without_neutral(table, {name: given[f"neutral_{name}"] for name in table if f"neutral_{name}" in given})
+    without_unsupported(table, {name: given[f"unsupported_{name}"] for name in table if f"unsupported_{name}" in given})
 
 
 def load_template(options: argparse.Namespace) -> ChatTemplateConfig:

@@ -49,14 +49,14 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         left_out = [field for field in LiteConfig.__struct_fields__ if field not in tool.options]
         flags.add(parser, LiteConfig, leave_out=left_out, defaults=tool.defaults)
         flags.add_plugin(parser)
-        flags.add_neutral(parser, ["trust_remote_code"])
+        flags.add_unsupported(parser, ["trust_remote_code"])
 
 
 def _run(options: argparse.Namespace) -> int:
     """Run one of the tools and print what it wrote."""
     from asyncllm.lite import TOOLS, QuantizeReport
 
-    flags.check_neutral(options)
+    flags.check_unsupported(options)
     flags.load_plugins(options)
     given = {name: value for name, value in vars(options).items() if name in LiteConfig.__struct_fields__}
     if sys.stderr.isatty() and options.tool != "merge_lora":

@@ -58,7 +58,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     distributor = kinds.add_parser(DISTRIBUTOR, help=about, description=about, usage=usage)
     distributor.set_defaults(run=_distribute, parser=distributor)
     flags.add(distributor.add_argument_group("distributor"), DistributorConfig, several=True)
-    flags.add_neutral(distributor, DISTRIBUTORS, DISTRIBUTORS)
+    flags.add_unsupported(distributor, DISTRIBUTORS, DISTRIBUTORS)
 
     for name, instead in REFUSED.items():
         refused = kinds.add_parser(name)
@@ -81,7 +81,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve a model until a signal ends the server."""
-    flags.check_neutral(options)
+    flags.check_unsupported(options)
     config = flags.load(options, ServerConfig)
     engine_config = flags.load(options, EngineConfig)
     template = load_template(options)
@@ -101,7 +101,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _distribute(options: argparse.Namespace) -> int:
     """Distribute requests until a signal ends the distributor."""
-    flags.check_neutral(options, DISTRIBUTORS)
+    flags.check_unsupported(options, DISTRIBUTORS)
     config = flags.load(options, DistributorConfig)
 
     import asyncio

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config.lmdeploy_settings import TEMPLATES
-from asyncllm.config.neutral import Neutral
 from asyncllm.config.settings import Settings
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["PARTS", "Capability", "ChatTemplateConfig"]
@@ -29,7 +29,7 @@ class ChatTemplateConfig(Settings, frozen=True):
     `user + text + eoh`, `assistant + text + eoa`, with `separator` between turns.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, Neutral]] = TEMPLATES
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = TEMPLATES
 
     model_name: Annotated[
         str | None,

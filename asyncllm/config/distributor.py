@@ -18,7 +18,7 @@ RoutingStrategy = Literal["random", "min_expected_latency", "min_observed_latenc
 class DistributorConfig(ListenConfig, frozen=True, kw_only=True):
     """How the request distributor listens, to which nodes it sends requests, and how long it waits for them."""
 
-    NEUTRAL = DISTRIBUTORS
+    UNSUPPORTED = DISTRIBUTORS
 
     server_port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8000
     admin_key_file: Annotated[

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config.lmdeploy_settings import ENGINES
-from asyncllm.config.neutral import Neutral
 from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter, short
 
 __all__ = ["SERVED_QUEUE", "EngineConfig", "PytorchEngineConfig", "TurbomindEngineConfig", "check_adapter_name"]
@@ -28,7 +28,7 @@ of prompts."""
 class EngineConfig(Settings, frozen=True, kw_only=True):
     """How a model is loaded and run."""
 
-    NEUTRAL: ClassVar[Mapping[str, Neutral]] = ENGINES
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = ENGINES
 
     model_name: Annotated[str, Meta(description="Name the model is served under; empty: the folder's name.")] = ""
     dtype: Annotated[

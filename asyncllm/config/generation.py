@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config.lmdeploy_settings import ANSWERS
-from asyncllm.config.neutral import Neutral
 from asyncllm.config.response_format import as_response_format, grammar_of
 from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter, short
 
 __all__ = ["GenerationConfig"]
@@ -51,7 +51,7 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
     LMDeploy's `do_sample` is accepted too: False means top_k=1, and True means its top_k=50 if top_k is left out.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, Neutral]] = ANSWERS
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = ANSWERS
 
     n: Choices = 1
     max_new_tokens: Annotated[

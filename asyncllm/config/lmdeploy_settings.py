@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncllm.config.neutral import Neutral
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import UnsupportedFeature, short
 
-__all__ = ["ANSWERS", "CALLS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_neutral"]
+__all__ = ["ANSWERS", "CALLS", "COMMANDS", "DISTRIBUTORS", "ENGINES", "PIPELINES", "TEMPLATES", "without_unsupported"]
 
 
 _NO_TRANSFER = "KV blocks are not transferred to other servers; leave it out."
 
 
-def _each(names: str, values: tuple[Any, ...] | None, why: str) -> dict[str, Neutral]:
-    return {name: Neutral("LMDeploy", values, why) for name in names.split()}
+def _each(names: str, values: tuple[Any, ...] | None, why: str) -> dict[str, Unsupported]:
+    return {name: Unsupported("LMDeploy", values, why) for name in names.split()}
 
 
-ENGINES: Mapping[str, Neutral] = {
+ENGINES: Mapping[str, Unsupported] = {
     **_each("thread_safe", (False, True), "Calls from several threads are always safe."),
     **_each("dp dp_rank cp nnodes node_rank", (0, 1), "An engine is one replica on one machine; shard it with tp."),
     **_each(
@@ -73,7 +73,7 @@ ENGINES: Mapping[str, Neutral] = {
 _SCORES = "Call get_logits, get_ppl or embed with the token ids."
 _LOOPS = "Use repetition_penalty or frequency_penalty against loops."
 
-ANSWERS: Mapping[str, Neutral] = {
+ANSWERS: Mapping[str, Unsupported] = {
     **_each("spaces_between_special_tokens", (False, True), "The tokenizer decides about such spaces."),
     **_each("output_logits output_last_hidden_state", (), _SCORES),
     **_each("return_ppl", (False,), _SCORES),
@@ -85,12 +85,12 @@ ANSWERS: Mapping[str, Neutral] = {
 }
 """Settings of GenerationConfig."""
 
-TEMPLATES: Mapping[str, Neutral] = _each(
+TEMPLATES: Mapping[str, Unsupported] = _each(
     "tool eotool", (), "Tool results are rendered by a Jinja template: the checkpoint's, or chat_template."
 )
 """Settings of ChatTemplateConfig."""
 
-PIPELINES: Mapping[str, Neutral] = {
+PIPELINES: Mapping[str, Unsupported] = {
     **_each("trust_remote_code", (False, True), "No code of a checkpoint is run."),
     **_each("max_log_len", None, "Prompts are not logged."),
     **_each("speculative_config", (), "Speculative decoding is not implemented."),
@@ -98,10 +98,10 @@ PIPELINES: Mapping[str, Neutral] = {
 }
 """Arguments of pipeline()."""
 
-CALLS: Mapping[str, Neutral] = _each("log_level max_log_len", None, "The log is that of pipeline().")
+CALLS: Mapping[str, Unsupported] = _each("log_level max_log_len", None, "The log is that of pipeline().")
 """Arguments of a call of a pipeline, which have no effect in LMDeploy either."""
 
-COMMANDS: Mapping[str, Neutral] = {
+COMMANDS: Mapping[str, Unsupported] = {
     **ENGINES,
     **{name: PIPELINES[name] for name in ("trust_remote_code", "max_log_len")},
     **_each(
@@ -114,7 +114,7 @@ COMMANDS: Mapping[str, Neutral] = {
 """Options of `lmdeploy chat` and `lmdeploy serve api_server`."""
 
 
-DISTRIBUTORS: Mapping[str, Neutral] = {
+DISTRIBUTORS: Mapping[str, Unsupported] = {
     **_each("serving_strategy", ("Hybrid",), f"Each node computes prompts and answers. {_NO_TRANSFER}"),
     **_each("dummy_prefill disable_gdr", (False,), _NO_TRANSFER),
     **_each("migration_protocol", ("RDMA",), _NO_TRANSFER),
@@ -124,7 +124,7 @@ DISTRIBUTORS: Mapping[str, Neutral] = {
 """Options of `lmdeploy serve proxy`."""
 
 
-def without_neutral(table: Mapping[str, Neutral], fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_unsupported(table: Mapping[str, Unsupported], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` without the settings in `table`. Raises UnsupportedFeature for a value that is not neutral."""
     for name, value in fields.items():
         if name in table and not table[name].takes(value):

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from asyncllm.config.lmdeploy_settings import without_neutral
-from asyncllm.config.neutral import Neutral
+from asyncllm.config.lmdeploy_settings import without_unsupported
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["MAX_COUNT", "Settings", "check_address", "checked", "choices"]
@@ -34,16 +34,16 @@ class _CheckedNames(msgspec.StructMeta):
 class Settings(msgspec.Struct, metaclass=_CheckedNames, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validated, immutable group of settings."""
 
-    NEUTRAL: ClassVar[Mapping[str, Neutral]] = MappingProxyType({})
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
     """LMDeploy's names without a counterpart here."""
 
     @classmethod
     def own_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `fields` under this class's names, without neutral ones.
+        """Return `fields` under this class's names, without unsupported ones.
 
         Raises InvalidParameter for unknown names, and UnsupportedFeature for settings that are not implemented.
         """
-        own = without_neutral(cls.NEUTRAL, fields)
+        own = without_unsupported(cls.UNSUPPORTED, fields)
         for name in own:
             if name not in cls.__struct_fields__:
                 nearest = get_close_matches(str(name), cls.__struct_fields__, n=1)

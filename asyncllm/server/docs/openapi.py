@@ -17,7 +17,7 @@ from aiohttp import web
 
 from asyncllm import __version__
 from asyncllm.config import MAX_LOGIT_BIAS, GenerationConfig
-from asyncllm.config.neutral import Neutral
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.server.docs.field_notes import field_notes
 from asyncllm.server.http.access import Auth
 from asyncllm.server.http.errors import NAMES
@@ -25,8 +25,8 @@ from asyncllm.server.http.routing import Route
 from asyncllm.server.openai.requests import CompletionRequest, OpenAIFields
 from asyncllm.server.request.arguments import COMPLETION_TOKENS
 from asyncllm.server.request.fields import Body, Prompt, SamplingFields
-from asyncllm.server.request.neutral import NEUTRAL
 from asyncllm.server.request.structure import Structured
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.server.service import Service, service_of, table_of
 from asyncllm.text.chat_template import ChatTemplate
 
@@ -338,10 +338,10 @@ def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> N
             continue
         _bound(name, field, hints.get(name), service, kind)
     if issubclass(kind, Body):
-        for name, neutral in NEUTRAL.items():
+        for name, unsupported in UNSUPPORTED.items():
             # Fields that control generation do not apply to routes that generate nothing.
-            if name not in properties and (issubclass(kind, SamplingFields) or neutral.values is None):
-                properties[name] = _not_implemented(neutral)
+            if name not in properties and (issubclass(kind, SamplingFields) or unsupported.values is None):
+                properties[name] = _not_implemented(unsupported)
     if issubclass(kind, OpenAIFields):
         for name in DEFAULTS:
             properties[name]["default"] = getattr(service.defaults, name)
@@ -354,11 +354,11 @@ def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> N
             schema["allOf"].append(_only_with("max_tokens", {"const": 0}, "echo"))
 
 
-def _not_implemented(neutral: Neutral) -> Schema:
-    if neutral.values is None:
-        return {"description": f"Accepted, and without effect. {neutral.why}", "x-support": "ignored"}
-    values = _distinct((None, *neutral.values))
-    return {"enum": values, "description": f"Not supported. {neutral.why}", "x-support": "refused"}
+def _not_implemented(unsupported: Unsupported) -> Schema:
+    if unsupported.values is None:
+        return {"description": f"Accepted, and without effect. {unsupported.why}", "x-support": "ignored"}
+    values = _distinct((None, *unsupported.values))
+    return {"enum": values, "description": f"Not supported. {unsupported.why}", "x-support": "refused"}
 
 
 def _setting_notes() -> dict[str, Schema]:

@@ -1,5 +1,6 @@
 """Request bodies of routes that are not OpenAI's: LMDeploy's /generate, /v1/chat/interactive, /v1/encode and /get_ppl,
-and vLLM's /tokenize and /detokenize. Unknown names are looked up in the table of `neutral`, as on OpenAI's routes."""
+and vLLM's /tokenize and /detokenize. Other names are looked up in the table of `unsupported`, as on OpenAI's
+routes."""
 
 from __future__ import annotations
 

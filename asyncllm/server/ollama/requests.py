@@ -1,7 +1,7 @@
 """Request bodies of Ollama's routes, and the conversion of their fields to the engine's arguments.
 
 Documented at https://github.com/ollama/ollama/blob/main/docs/api.md. Unknown names, also in `options`, are looked up in
-the table of neutral fields.
+the table of `unsupported`.
 """
 
 from __future__ import annotations

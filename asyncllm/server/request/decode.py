@@ -1,8 +1,8 @@
 """Decodes the body of a request into a validated Struct; every error becomes a 4xx that names the field.
 
 A body is first split into its fields without decoding them: null means that a field is omitted, and names that the
-Struct lacks are neutral or unknown. Then the fields are decoded; as on other servers, they may have other types: 20.0
-or "20" for 20, "true" for true.
+Struct lacks are unsupported or unknown. Then the fields are decoded; as on other servers, they may have other types:
+20.0 or "20" for 20, "true" for true.
 
 Decoding holds the interpreter lock: 20 ms for 4 MiB of text or token ids, but up to a second for as many bytes of empty
 lists. A body's parts are therefore counted before it is decoded.
@@ -24,7 +24,7 @@ from asyncllm.config.settings import choices
 from asyncllm.server.http.body import read_body
 from asyncllm.server.http.errors import FORM, ApiError
 from asyncllm.server.request.fields import Body, FurtherFields
-from asyncllm.server.request.neutral import NEUTRAL, check_neutral
+from asyncllm.server.request.unsupported import UNSUPPORTED, check_unsupported
 from asyncllm.server.service import service_of
 
 __all__ = [
@@ -152,7 +152,7 @@ def _unfolded(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
 def _known(
     fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], unknown: list[tuple[str, str]], inside: str = ""
 ) -> dict[str, msgspec.Raw]:
-    """Return the non-null fields that the Struct has. Raises ApiError for others that are not neutral; appends unknown
+    """Return the non-null fields that the Struct has. Raises ApiError for unsupported values; appends unknown
     names to `unknown`."""
     kept = {}
     for name, value in fields.items():
@@ -162,8 +162,8 @@ def _known(
                 value = msgspec.Raw(_joined(_known(_fields_in(value), nested, unknown, name)))
             if value != NULL:
                 kept[name] = value
-        elif name in NEUTRAL and (not inside or issubclass(kind, FurtherFields)):
-            check_neutral(name, msgspec.json.decode(value))
+        elif name in UNSUPPORTED and (not inside or issubclass(kind, FurtherFields)):
+            check_unsupported(name, msgspec.json.decode(value))
         else:
             unknown.append((inside, name))
     return kept

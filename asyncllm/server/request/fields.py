@@ -1,6 +1,6 @@
 """Fields that request bodies of several routes and APIs share.
 
-A name is a field of the Struct that a handler reads, or in the table of `neutral`, or unknown.
+A name is a field of the Struct that a handler reads, or in the table of `unsupported`, or unknown.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object within a body whose names are fields or neutral, like the body's own."""
+    """An object within a body whose names are looked up like the body's own."""
 
 
 class PolicyFields(Body, kw_only=True):

@@ -13,7 +13,7 @@ from asyncllm import AsyncEngine, ChatTemplateConfig, EngineConfig
 from asyncllm.server.anthropic.blocks import messages_of
 from asyncllm.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -269,7 +269,7 @@ def test_no_field_of_anthropic_lacks_a_policy(name: str, kind: Any) -> None:
         kinds = [each for title, each in vars(module).items() if inspect.isclass(each) and title.startswith("Message")]
         fields |= {field for each in kinds for field in typing.get_type_hints(each)}
     assert len(fields) > 9
-    assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+    assert sorted(fields - set(kind.__struct_fields__) - set(UNSUPPORTED)) == []
 
 
 async def test_its_tool_runner_goes_on_without_a_thread() -> None:

@@ -15,7 +15,7 @@ from asyncllm.server.docs.field_notes import field_notes
 from asyncllm.server.docs.openapi import _digits_up_to
 from asyncllm.server.http.access import Auth
 from asyncllm.server.openai.requests import ChatRequest, StreamOptions
-from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.server.routes import ROUTES
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
@@ -162,7 +162,7 @@ async def test_fields_are_explained_and_have_the_servers_own_defaults() -> None:
     assert chat["session_id"]["description"].startswith("A label")
     assert chat["user"]["x-support"] == "ignored"
     refused = {name for name, field in chat.items() if field.get("x-support") == "refused"}
-    named = {name for name, neutral in NEUTRAL.items() if neutral.values is not None}
+    named = {name for name, unsupported in UNSUPPORTED.items() if unsupported.values is not None}
     assert refused == named - set(ChatRequest.__struct_fields__)
     assert schemas["CompletionRequest"]["properties"]["max_tokens"]["default"] == 16
 

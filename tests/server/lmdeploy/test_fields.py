@@ -14,7 +14,7 @@ from asyncllm.server.lmdeploy.requests import (
     PerplexityRequest,
     TokenizeRequest,
 )
-from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.server.routes import ROUTES
 from asyncllm.testing import FakeEngine
 from tests.server.serving import serving
@@ -35,12 +35,12 @@ PATHS: dict[type[Any], tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", PATHS)
 async def test_what_is_not_implemented_is_taken_where_it_asks_for_nothing(kind: type[Any]) -> None:
     path, body = PATHS[kind]
-    names = [name for name in NEUTRAL if name not in kind.__struct_fields__]
+    names = [name for name in UNSUPPORTED if name not in kind.__struct_fields__]
     async with serving(FakeEngine()) as served:
         assert (await served.post(path, body | dict.fromkeys(names)))[0] == 200
-        neutral = {name: (NEUTRAL[name].values or (None,))[0] for name in names}
+        neutral = {name: (UNSUPPORTED[name].values or (None,))[0] for name in names}
         assert (await served.post(path, body | neutral))[0] == 200
-        for name in [name for name in names if NEUTRAL[name].values is not None][::7]:
+        for name in [name for name in names if UNSUPPORTED[name].values is not None][::7]:
             for value in (-5, "text", {"a": 1}, [None]):
                 status, answer = await served.post(path, {**body, name: value})
                 assert (status, answer["error"]["code"]) == (400, "unsupported_parameter"), (name, value)

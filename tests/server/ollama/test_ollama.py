@@ -19,7 +19,7 @@ from asyncllm.server.ollama.requests import (
     OllamaOptions,
     ShowRequest,
 )
-from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
 
@@ -301,7 +301,7 @@ def test_no_field_of_ollama_lacks_a_policy(name: str, kind: Any, at_least: int) 
 
     fields = set(getattr(_types, name).model_fields)
     assert len(fields) >= at_least
-    assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+    assert sorted(fields - set(kind.__struct_fields__) - set(UNSUPPORTED)) == []
 
 
 async def test_curl_as_its_documentation_has_it() -> None:

@@ -14,9 +14,9 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from asyncllm.config.neutral import Neutral
+from asyncllm.config.unsupported import Unsupported
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest, OpenAIFields
-from asyncllm.server.request.neutral import NEUTRAL
+from asyncllm.server.request.unsupported import UNSUPPORTED
 from asyncllm.server.responses.requests import InputTokensRequest, ResponsesRequest
 from asyncllm.testing import FakeEngine
 from tests.server.serving import Served, serving
@@ -48,8 +48,8 @@ def looked_up(kind: type[msgspec.Struct], *, taken: bool) -> list[str]:
     """The names that the route of the Struct does not implement: those taken with any value, or the others."""
     return sorted(
         name
-        for name, neutral in NEUTRAL.items()
-        if name not in kind.__struct_fields__ and (neutral.values is None) == taken
+        for name, unsupported in UNSUPPORTED.items()
+        if name not in kind.__struct_fields__ and (unsupported.values is None) == taken
     )
 
 
@@ -67,13 +67,13 @@ def looked_up(kind: type[msgspec.Struct], *, taken: bool) -> list[str]:
 def test_no_field_of_openai_lacks_a_policy(module: Any, kind: type[msgspec.Struct], at_least: int) -> None:
     fields = fields_of(module)
     assert len(fields) >= at_least
-    assert sorted(fields - set(kind.__struct_fields__) - set(NEUTRAL)) == []
+    assert sorted(fields - set(kind.__struct_fields__) - set(UNSUPPORTED)) == []
 
 
 def test_the_routes_that_a_refusal_names_take_the_field() -> None:
     kinds = {path: kind for kind, (path, _) in PATHS.items()}
-    for name, neutral in NEUTRAL.items():
-        for path in re.findall(r"/v1/[a-z/]*[a-z]", neutral.why.partition(", or use ")[2]):
+    for name, unsupported in UNSUPPORTED.items():
+        for path in re.findall(r"/v1/[a-z/]*[a-z]", unsupported.why.partition(", or use ")[2]):
             assert name in kinds[path].__struct_fields__, (name, path)
 
 
@@ -102,7 +102,7 @@ async def test_neutral_values_are_taken_and_change_nothing(kind: type[OpenAIFiel
         assert len(names) > 80
         assert await answer_to(served, path, body | dict.fromkeys(names)) == plain
         for turn in range(3):
-            values = {name: NEUTRAL[name].values or (None,) for name in names}
+            values = {name: UNSUPPORTED[name].values or (None,) for name in names}
             sent = {name: each[turn % len(each)] for name, each in values.items()}
             assert await answer_to(served, path, body | sent) == plain
             assert (
@@ -265,12 +265,13 @@ def test_the_documents_table_is_the_codes() -> None:
     text = (Path(__file__).parents[3] / "docs" / "differences.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     assert rows == {
-        name: f"{values_of(neutral)} | {neutral.peers} | {neutral.why}" for name, neutral in NEUTRAL.items()
+        name: f"{values_of(unsupported)} | {unsupported.peers} | {unsupported.why}"
+        for name, unsupported in UNSUPPORTED.items()
     }
 
 
-def values_of(neutral: Neutral) -> str:
+def values_of(unsupported: Unsupported) -> str:
     """As the table shows them."""
-    if neutral.values is None:
+    if unsupported.values is None:
         return "any"
-    return ", ".join(f"`{json.dumps(value)}`" for value in (None, *neutral.values))
+    return ", ".join(f"`{json.dumps(value)}`" for value in (None, *unsupported.values))

@@ -1,7 +1,8 @@
-"""Neutral: a name that other projects document and asyncllm does not implement, with the values that change nothing.
+"""Unsupported: a name that other projects document and asyncllm does not implement, with its neutral values.
 
-Such a name is accepted with a neutral value, and refused with any other by a message that names the alternative. The
-server has a table for body fields (`server.request.neutral`), `lmdeploy_settings` one for settings.
+Such a name is accepted with a neutral value, which changes nothing, and refused with any other by a message that names
+the alternative. The server has a table for body fields (`server.request.unsupported`), `lmdeploy_settings` one for
+settings.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Neutral"]
+__all__ = ["Unsupported"]
 
 
-class Neutral(msgspec.Struct, frozen=True):
+class Unsupported(msgspec.Struct, frozen=True):
     """The accepted values of a name that is not implemented."""
 
     peers: str
