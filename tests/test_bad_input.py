@@ -6,8 +6,11 @@ or request is left over runs after every test, by the fixture in conftest.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +49,12 @@ POSITIONS = 4096
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[FakePipeline]:
     with FakePipeline({"ping": "pong"}, max_position=POSITIONS, num_blocks=2048) as pipe:
-        with pytest.raises(ContextLengthExceeded):
-            pipe("x" * 3 * POSITIONS)  # starts the thread that encodes long texts, which then stays
+        encoder, meeting = pipe._engine._lifecycle.encoder, threading.Barrier(2)
+
+        async def start_encoding_threads() -> None:
+            await asyncio.gather(*(encoder.offload(meeting.wait, sys.maxsize) for _ in range(meeting.parties)))
+
+        pipe._loop.call(start_encoding_threads())  # Both stay for the whole module.
         yield pipe
 
 

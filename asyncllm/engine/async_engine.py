@@ -105,7 +105,8 @@ class AsyncEngine:
         await self._lifecycle.start()
 
     async def close(self) -> None:
-        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.
+        """End open requests with EngineClosed, wait for steps in flight and for texts and images that are being
+        encoded, release the model. Idempotent.
 
         A start that is under way is cancelled, and raises EngineClosed.
         """

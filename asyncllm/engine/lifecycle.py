@@ -199,10 +199,7 @@ class Lifecycle:
         return await self._loop.wait_ended()
 
     async def close(self) -> None:
-        """End open requests with EngineClosed, wait for steps in flight, release the model. Idempotent.
-
-        A start that is under way is cancelled, and raises EngineClosed.
-        """
+        """See `AsyncEngine.close`."""
         if self._closing is None and self._state in ("starting", "running"):
             if self._loop is not None:
                 self._loop.check_event_loop()
@@ -222,7 +219,7 @@ class Lifecycle:
         try:
             await self._loop.stop()
             self.sessions.close()
-            self.encoder.close()
+            await self.encoder.close()
         finally:
             self._state = "closed"
             _live.discard(self)

@@ -14,6 +14,7 @@ from asyncllm.engine.requests.text_threads import TextThreads
 from asyncllm.errors import ContextLengthExceeded, EngineClosed, InvalidMessage, InvalidParameter, QueueFull
 from asyncllm.event_loop.request_gate import MAX_PER_ITERATION
 from asyncllm.testing import FakeEngine
+from tests.engine.waits import until
 
 pytestmark = pytest.mark.anyio
 
@@ -92,7 +93,7 @@ async def test_owners_take_turns() -> None:
     await asyncio.gather(*held, *waiting, return_exceptions=True)
     assert max(map(order.index, ("b0", "c0"))) < 6, order
     assert "a1" not in order
-    threads.close()
+    await threads.close()
     with pytest.raises(EngineClosed):
         await threads.run(list, 1, "a")
 
@@ -103,12 +104,42 @@ async def test_what_waits_is_bounded_and_ends_with_the_engine() -> None:
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="characters"):
         await threads.run(list, 90, "b")
-    threads.close()
-    hold.set()
+    closing = asyncio.ensure_future(threads.close())
     with pytest.raises(EngineClosed):
         await running[2]
+    assert not closing.done()
+    hold.set()
     assert await running[0]
     assert await running[1]
+    await closing
+    await threads.close()
+
+
+async def test_no_encoding_thread_outlives_its_engine() -> None:
+    before, began, hold = set(threading.enumerate()), threading.Event(), threading.Event()
+    engine = FakeEngine("x", max_position=100_000, num_blocks=100_000)
+    await engine.start()
+    encode = engine.tokenizer.encode
+
+    def encode_slowly(*arguments: Any, **options: Any) -> Any:
+        began.set()
+        assert hold.wait(10)
+        return encode(*arguments, **options)
+
+    engine.tokenizer.encode = encode_slowly  # type: ignore[method-assign]
+    asking = asyncio.ensure_future(engine.generate("y" * 20_000).response())
+    await until(began.is_set)
+    closing = asyncio.ensure_future(engine.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    asking.cancel()
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    hold.set()
+    await closing
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_bad_words_of_many_prompts_are_encoded_once_and_in_a_thread() -> None:

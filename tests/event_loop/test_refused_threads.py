@@ -62,7 +62,7 @@ async def test_threads_that_encode_are_not_lost(refusing: Callable[[], AbstractC
         failed = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, EngineError) and REFUSED in str(error) for error in failed)
     assert await threads.run(lambda: "text", 10, "a") == "text"
-    threads.close()
+    await threads.close()
 
 
 async def test_a_grammar_is_compiled_when_there_are_threads_again(

@@ -92,9 +92,9 @@ class PromptEncoder:
         other.template, other.splitter = template, Splitter(template, self.tokenizer, self._config)
         return other
 
-    def close(self) -> None:
-        """Let the encoding threads end after their current work."""
-        self._threads.close()
+    async def close(self) -> None:
+        """End the encoding threads, which finish their current work."""
+        await self._threads.close()
 
     def options(self, keywords: Mapping[str, Any], *, renders: bool) -> RequestOptions:
         """Return the checked keywords of a call. `renders`: the chat template writes its prompt.

@@ -46,19 +46,24 @@ class TextThreads:
         """Owner -> waiting calls; the next owner comes first."""
         self._num_waiting = 0
         """Characters of all waiting calls."""
-        self._num_running = 0
+        self._running: set[asyncio.Future[Any]] = set()
 
-    def close(self) -> None:
-        """Let the threads end after their current calls. Waiting calls raise EngineClosed."""
+    async def close(self) -> None:
+        """End the threads, which finish their current calls. Waiting calls raise EngineClosed. Idempotent."""
         self._closed = True
         for lane in self._waiting.values():
             for job in lane:
                 if not job.done.done():
                     job.done.set_exception(_closed())
         self._waiting.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        if self._pool is None:
+            return
+        self._pool.shutdown(wait=False)
+        if self._running:
+            await asyncio.wait(self._running)
+        # Idle threads end within microseconds, but a join would block the event loop.
+        while any(thread.is_alive() for thread in self._pool._threads):  # noqa: ASYNC110 - as in StepThread
+            await asyncio.sleep(0)
 
     async def run(self, call: Callable[[], Result], size: int, owner: Hashable) -> Result:
         """Return the result of `call`, run in a thread at the owner's turn. `size`: characters that it handles. Calls
@@ -90,7 +95,7 @@ class TextThreads:
 
     def _start(self) -> None:
         """Give work to free threads."""
-        while self._num_running < NUM_THREADS and self._waiting:
+        while len(self._running) < NUM_THREADS and self._waiting:
             owner, lane = next(iter(self._waiting.items()))
             job = lane.popleft()
             self._waiting.move_to_end(owner)
@@ -107,11 +112,11 @@ class TextThreads:
             except EngineError as error:
                 job.done.set_exception(error)
                 continue
-            self._num_running += 1
+            self._running.add(running)
             running.add_done_callback(lambda running, done=job.done: self._finish(running, done))  # type: ignore[misc]
 
     def _finish(self, running: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
-        self._num_running -= 1
+        self._running.discard(running)
         error = None if running.cancelled() else running.exception()
         if not done.done():
             if running.cancelled():
