@@ -59,7 +59,6 @@ REASONS = {
 
 SHORT = {
     "__main__.py": "`python -m asyncllm`",
-    "cli/__init__.py": "the command's entry point",
     "messages.py": "LMDeploy's import path",
     "pytorch.py": "LMDeploy's import path",
     "serve/proxy/proxy.py": "LMDeploy's import path",

@@ -15,7 +15,7 @@ from asyncllm import (
     UnsupportedFeature,
     pipeline,
 )
-from asyncllm.cli.commands import main
+from asyncllm.cli import main
 from asyncllm.config import DistributorConfig
 from asyncllm.config.lmdeploy_settings import ANSWERS, COMMANDS, DISTRIBUTORS, ENGINES, PIPELINES, TEMPLATES
 

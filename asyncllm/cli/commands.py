@@ -32,23 +32,21 @@ from asyncllm.printable import in_terminal, to_stderr
 if TYPE_CHECKING:
     from asyncllm.pipeline import Pipeline
 
-__all__ = ["main"]
+__all__ = ["run_command"]
 
 WRONG_USAGE = 2
 """Exit status of argparse."""
-INTERRUPTED = 130
-"""Exit status of shells after Ctrl-C."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk that is full or failed, or of a terminal that is gone."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if it failed, 2 for wrong usage, 130 after Ctrl-C."""
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status, as `main` does. Raises KeyboardInterrupt."""
     _open_missing_streams()
     _take_any_characters()
     try:
         try:
-            return _run_command(sys.argv[1:] if arguments is None else arguments)
+            return _command_status(sys.argv[1:] if arguments is None else arguments)
         finally:
             if not sys.stdout.closed:
                 sys.stdout.flush()
@@ -70,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _give_up(sys.stderr)
 
 
-def _run_command(arguments: Sequence[str]) -> int:
+def _command_status(arguments: Sequence[str]) -> int:
     options = _parser().parse(_spelled_out(arguments))
     try:
         return int(options.run(options))
@@ -80,8 +78,6 @@ def _run_command(arguments: Sequence[str]) -> int:
     except AsyncLLMError as error:
         to_stderr(f"asyncllm: {error}")
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def _open_missing_streams() -> None:

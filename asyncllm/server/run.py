@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from asyncllm.config import ServerConfig
 from asyncllm.engine.async_engine import AsyncEngine
-from asyncllm.errors import ModelError
+from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.printable import to_stderr
 from asyncllm.server.app import build_app
 from asyncllm.server.distributor.registration import Registration
@@ -48,6 +49,20 @@ def open_service(
     if config.generation_config == "auto":
         defaults = defaults_of(_checkpoint_defaults(engine.model_path))
     return Service(engine, config, access, defaults, make_engine)
+
+
+def _check_folder(adapters_folder: str | None) -> None:
+    """Raise InvalidParameter unless the folder can be listed."""
+    if adapters_folder is not None:
+        try:
+            os.listdir(adapters_folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise InvalidParameter(
+                f"adapters_folder {adapters_folder!r} cannot be read: {reason}. Name a folder that holds adapters, or "
+                f"will hold them.",
+                "adapters_folder",
+            ) from None
 
 
 def _checkpoint_defaults(model_path: str) -> dict[str, object]:
@@ -106,6 +121,7 @@ async def run(
 
 
 async def _run(service: Service, announce: Callable[[str], None]) -> None:
+    await asyncio.to_thread(_check_folder, service.config.adapters_folder)
     tls = await asyncio.to_thread(tls_context, service.config)
     await asyncio.to_thread(raise_limit, service.config.max_connections)
     listener = bind(service.config)

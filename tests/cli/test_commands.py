@@ -252,6 +252,23 @@ class TestChat:
         assert terminal.process.wait(timeout=20) == 0
 
 
+@pytest.mark.parametrize("module", ["asyncllm.cli.commands", "gettext"], ids=["at the imports", "at the options"])
+def test_ctrl_c_at_the_very_beginning(module: str) -> None:
+    program = f"""
+import os, signal, sys, asyncllm.cli
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Interrupting())
+sys.exit(asyncllm.cli.main(["list"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_the_default_model_is_the_bundled_one() -> None:
     assert flags.DEFAULT_MODEL == doctor.BUNDLED_MODEL == "tiny-chat"
     assert EngineConfig().device_type == "auto"

@@ -203,6 +203,7 @@ def test_too_many_deaths_of_the_engine_end_the_process() -> None:
         (["--ssl", "--ssl-keyfile", "./no.key", "--ssl-certfile", "./no.pem"], 2, "FileNotFoundError"),
         (["--ssl-keyfile", "./no.key"], 2, "error: --ssl-keyfile: "),
         (["--api-key-file", "./no.keys"], 2, "error: --api-key-file: "),
+        (["--adapters-folder", "./nowhere", "--admin-key-file", __file__], 2, "error: --adapters-folder: "),
         (["--allow-origins", "*"], 2, "error: --allow-origins: "),
         (["--api-keys", "k1", "k2", "tiny-chat"], 2, "--api-keys takes all words that follow"),
         (["--server-prt", "1"], 2, "did you mean --server-port?"),
