@@ -124,7 +124,8 @@ class GenerationConfig(Settings, frozen=True, kw_only=True):
         return self.response_format is not None and self.response_format.get("type") != "text"
 
     def _check(self) -> None:
-        grammar_of(self.response_format)
+        if self.is_constrained:
+            grammar_of(self.response_format)
         self._bound("max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
         self._bound("min_new_tokens", self.min_new_tokens, 0, MAX_COUNT)
         self._bound("random_seed", self.random_seed, -(2**63), 2**64 - 1)

@@ -64,7 +64,7 @@ class Grammars:
         """Return the grammar of the answers to a prompt, or None. `prompt`: before rendering; None for a prompt without
         a template. Raises InvalidRequest, QueueFull."""
         splitter = encoder.splitter
-        spec = grammar_of(config.response_format)
+        spec = grammar_of(config.response_format) if config.is_constrained else None
         if prompt is not None and splitter.constrains_reply(options, spec):
             content, size = spec, sum(len(str(tool)) for tool in options.tools or ())
             spec = await encoder.offload(lambda: splitter.reply_grammar(options, content), size)
