@@ -36,7 +36,6 @@ FEWEST_LINES = 20
 REASONS = {
     ("acting classes", "layers/block.py"): "the ways in which branches join the residual stream",
     ("acting classes", "protocol.py"): "all that engine and agent say to each other, on one page",
-    ("lines of a function", "models/config.py:_rope"): "the kinds of rotary scaling, one after the other",
     ("imported files", "models/vision_language.py"): "the table of all families with images",
     ("imported files", "server/routes.py"): "the table of all routes",
     ("nested blocks", "engine/requests/batches.py:interleave"): "all answers end with the reader, each with its own",

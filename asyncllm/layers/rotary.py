@@ -39,7 +39,7 @@ RopeKind = Literal["default", "linear", "dynamic", "qwen", "yarn", "llama3", "lo
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A rotary embedding, checked by `models.config`. A kind reads only the fields that name it."""
+    """A rotary embedding, checked by `models.rope`. A kind reads only the fields that name it."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0

@@ -27,10 +27,10 @@ from asyncllm.layers.moe import ExactRouter
 from asyncllm.locate import WHOLE_MODULES
 from asyncllm.models.adapter_copies import BaseEmbeddings
 from asyncllm.models.checkpoint import Checkpoint, read_header
-from asyncllm.models.config import MAX_NUMBER
 from asyncllm.models.convert import load_pickle
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.fused import LAYOUTS
+from asyncllm.models.typed_fields import MAX_NUMBER
 from asyncllm.models.weights import Target
 
 __all__ = ["MAX_RANK", "AdapterConfig", "AdapterFiles", "Factors", "names_in_files", "read_tensors", "takes_adapters"]

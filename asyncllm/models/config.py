@@ -8,27 +8,19 @@ transformers 5 (`rope_parameters`, `dtype`, `layer_types`).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.layers.linear_method import Activation
-from asyncllm.layers.rotary import RopeConfig, RopeKind
 from asyncllm.models.model_config import ExpertsConfig, ModelConfig
 from asyncllm.models.overrides import with_rotation
+from asyncllm.models.rope import read_rope
+from asyncllm.models.typed_fields import MAX_POSITION, MISSING, TypedFields
 from asyncllm.text.config_overrides import overridden
 
-__all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes", "yarn_term"]
-
-MAX_SIZE = 2**24
-"""Above any width, vocabulary or context in use; products of a few such sizes still fit in 64 bits."""
-MAX_LAYERS = 1024
-MAX_EXPERTS = 4096
-MAX_POSITION = 2**31 - 1
-MAX_NUMBER = 1e30
-"""Above any real number in use; integers beyond 1e308 would not even convert."""
+__all__ = ["ExpertsConfig", "HFConfig", "ModelConfig", "alibi_slopes"]
 
 DTYPES: Mapping[str, str] = {
     **{name: name for name in ("float32", "bfloat16", "float16")},
@@ -41,7 +33,8 @@ DTYPES: Mapping[str, str] = {
 }
 """Names of dtypes in config.json, without "torch." in front -> the dtypes they are read as."""
 
-_MISSING: Any = object()
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
@@ -55,50 +48,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activations by their names in config.json."""
 
-_ROPE_KINDS: Mapping[str, RopeKind] = {
-    "default": "default",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "llama3": "llama3",
-    "longrope": "longrope",
-    "proportional": "proportional",
-    "su": "longrope",
-}
-"""Names in config.json; "su" is longrope in early Phi-3 files."""
 
-_ROPE_KEYS = frozenset(
-    {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "attn_factor",
-        "extrapolation_factor",
-        "short_factor",
-        "long_factor",
-        "short_mscale",
-        "long_mscale",
-        "partial_rotary_factor",
-        "finetuned",
-    }
-)
-"""Entries that are read, plus `finetuned`, a remark in early YaRN files. Any other may change the computation."""
-
-_UNREAD_FACTORS = ("attn_factor", "extrapolation_factor")
-"""Multipliers of the YaRN authors' code that transformers ignores; only 1 means the same to both."""
-
-
-class HFConfig:
+class HFConfig(TypedFields):
     """config.json with typed reads. `null` counts as absent.
 
     `session_len` and `rope_scaling_factor` are the engine's settings, which affect the rotary embedding.
@@ -112,8 +63,7 @@ class HFConfig:
         session_len: int | None = None,
         rope_scaling_factor: float = 0.0,
     ) -> None:
-        self.fields = fields
-        self.source = source
+        super().__init__(fields, source=source)
         self.session_len = session_len
         self.rope_scaling_factor = rope_scaling_factor
 
@@ -180,71 +130,10 @@ class HFConfig:
             return self
         return self.changed({"rope_parameters": nested[kind]})
 
-    def invalid(self, key: str, what: str) -> NoReturn:
-        """Raise InvalidCheckpoint for an impossible value."""
-        raise InvalidCheckpoint(f"{self.source}: {key} = {_shown(self.fields.get(key))}, {what}. Correct the file.")
-
-    def unsupported(self, key: str, what: str) -> NoReturn:
-        """Raise UnsupportedModel for a value that is not implemented."""
-        raise UnsupportedModel(f"{self.source}: {key} = {_shown(self.fields.get(key))} is not implemented. {what}")
-
-    def integer(self, key: str, default: Any = _MISSING, *, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
-        value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.invalid(key, "where an integer belongs")
-        if not minimum <= value <= maximum:
-            self.invalid(key, f"outside [{minimum}, {maximum}]")
-        return value
-
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """Return a positive integer, or None if the file says null. `default` replaces an absent key."""
-        if key in self.fields and self.fields[key] is None:
-            return None
-        return default if key not in self.fields else self.integer(key)
-
-    def number(self, key: str, default: Any = _MISSING, *, positive: bool = True) -> float:
-        value = self._read(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
-            self.invalid(key, "where a finite number belongs")
-        if value < 0 or (positive and value == 0):
-            self.invalid(key, f"which must be {'above' if positive else 'at least'} 0")
-        return float(value)
-
-    def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """Return a positive number, or None if the file says null. `default` replaces an absent key."""
-        if key in self.fields and self.fields[key] is None:
-            return None
-        return default if key not in self.fields else self.number(key)
-
-    def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return `count` real numbers; ones if the key is absent."""
-        values = self.fields.get(key)
-        if values is None:
-            return (1.0,) * count
-        if not isinstance(values, list) or len(values) != count:
-            self.invalid(key, f"where a list of {count} numbers belongs")
-        each = {str(index): value for index, value in enumerate(values)}
-        part = HFConfig(each, source=f"{self.source}: {key}")
-        return tuple(part.number(name, positive=False) for name in each)
-
-    def flag(self, key: str, default: Any = _MISSING) -> bool:
-        value = self._read(key, default)
-        if not isinstance(value, bool):
-            self.invalid(key, "where true or false belongs")
-        return value
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse any value of `key` except these; an absent key passes. Raises UnsupportedModel."""
-        value = self.fields.get(key)
-        if value == "swish":
-            value = "silu"
-        if value is not None and not any(value == each and type(value) is type(each) for each in allowed):
-            self.unsupported(key, f"Supported: {', '.join(_shown(each) for each in allowed) or 'none'}.")
-
     def activation(self, key: str, default: str) -> Activation:
         """Return the activation of an MLP. Raises UnsupportedModel if it is not implemented."""
         self.expect(key, *ACTIVATIONS)
-        return ACTIVATIONS[self._read(key, default)]
+        return ACTIVATIONS[self.read(key, default)]
 
     def decoder(
         self,
@@ -285,7 +174,15 @@ class HFConfig:
         trained = self._whole_chunk(self.integer("max_position_embeddings", max_position, maximum=MAX_POSITION))
         rope = None
         if rotary:
-            rope, trained = self._rope(head_dim, trained, theta, partial_rotary)
+            rope, trained = read_rope(
+                self,
+                head_dim,
+                trained,
+                theta,
+                partial_rotary,
+                session_len=self.session_len,
+                scaling_factor=self.rope_scaling_factor,
+            )
         elif self.rope_scaling_factor > 0:
             raise UnsupportedModel(
                 f"rope_scaling_factor = {self.rope_scaling_factor} asks for dynamic NTK scaling, and the model of "
@@ -295,7 +192,7 @@ class HFConfig:
             "architecture": architecture,
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden_size,
-            "intermediate_size": self.integer("intermediate_size", intermediate_size or _MISSING),
+            "intermediate_size": self.integer("intermediate_size", intermediate_size or MISSING),
             "num_layers": num_layers,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
@@ -324,24 +221,16 @@ class HFConfig:
     def layer_kinds(self, num_layers: int, allowed: tuple[str, ...], default: list[str]) -> list[str]:
         """Return the kind of each layer: `layer_types` or `default`. Raises InvalidCheckpoint for a list of the wrong
         length, UnsupportedModel for a kind that is not allowed."""
-        kinds = self._read("layer_types", default)
+        kinds = self.read("layer_types", default)
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             self.invalid("layer_types", f"where a list of {num_layers} layer kinds belongs")
         if any(kind not in allowed for kind in kinds):
             self.unsupported("layer_types", f"Supported: {', '.join(map(repr, allowed))}.")
         return kinds
 
-    def _read(self, key: str, default: Any) -> Any:
-        value = self.fields.get(key)
-        if value is not None:
-            return value
-        if default is _MISSING:
-            raise InvalidCheckpoint(f"{self.source}: {key} is missing. Complete the file.")
-        return default
-
     def _dtype(self) -> str:
         key = "dtype" if self.fields.get("dtype") is not None else "torch_dtype"
-        value = self._read(key, "auto")
+        value = self.read(key, "auto")
         name = value.removeprefix("torch.") if isinstance(value, str) else ""
         if name not in DTYPES:
             self.unsupported(key, f"Supported: {', '.join(DTYPES)}.")
@@ -359,148 +248,8 @@ class HFConfig:
             return trained
         if not isinstance(entries, dict):
             self.invalid("dual_chunk_attention_config", "where an object belongs")
-        chunks = HFConfig(entries, source=f"{self.source}: dual_chunk_attention_config")
+        chunks = TypedFields(entries, source=f"{self.source}: dual_chunk_attention_config")
         return min(trained, chunks.integer("chunk_size", trained, maximum=MAX_POSITION))
-
-    def _rope(self, head_dim: int, trained: int, default_theta: float, partial: float | None) -> tuple[RopeConfig, int]:
-        """Return the rotary embedding, and the number of positions that it allows a model trained on `trained`."""
-        scaling = self.rope_fields()
-        dim = self._rotated(scaling, head_dim, partial)
-        theta = scaling.number("rope_theta", self.number("rope_theta", default_theta))
-        if theta <= 1:
-            self.invalid("rope_theta", "which must be above 1")
-        kind = _ROPE_KINDS.get(str(scaling.fields.get("rope_type") or scaling.fields.get("type") or "default"))
-        if kind is None:
-            scaling.unsupported(
-                "rope_type" if scaling.fields.get("rope_type") else "type", f"Supported: {', '.join(_ROPE_KINDS)}."
-            )
-        if self.rope_scaling_factor > 0:
-            if kind not in ("default", "dynamic"):
-                raise UnsupportedModel(
-                    f"rope_scaling_factor = {self.rope_scaling_factor} asks for dynamic NTK scaling, and {self.source} "
-                    f"already scales by {kind}. Set rope_scaling_factor=0."
-                )
-            rope = RopeConfig(
-                kind="dynamic",
-                theta=theta,
-                dim=dim,
-                factor=self.rope_scaling_factor,
-                original_max_position=trained,
-            )
-            return rope, min(int(trained * self.rope_scaling_factor), MAX_POSITION)
-        if kind == "default":
-            return RopeConfig(theta=theta, dim=dim), trained
-        if kind == "proportional":
-            factor = scaling.number("factor", 1.0)
-            return RopeConfig(kind=kind, theta=theta, dim=head_dim, factor=factor, rotated_pairs=dim // 2), trained
-        if kind in ("linear", "dynamic"):
-            factor = scaling.number("factor")
-            if factor < 1:
-                scaling.invalid("factor", "which must be at least 1")
-            if kind == "dynamic" and dim == 2:
-                self.invalid("head_dim", "too small for dynamic rotary scaling")
-            rope = RopeConfig(kind=kind, theta=theta, dim=dim, factor=factor, original_max_position=trained)
-            return rope, min(int(trained * factor), MAX_POSITION)
-        original = self._original_max_position(scaling, trained)
-        if kind == "longrope":
-            return self._longrope(scaling, dim, theta, trained, original), trained
-        factor = scaling.number("factor", max(1.0, trained / original))
-        if kind == "llama3":
-            low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-            if low > high:
-                scaling.invalid("low_freq_factor", f"which must not be above high_freq_factor = {high}")
-            rope = RopeConfig(
-                kind=kind,
-                theta=theta,
-                dim=dim,
-                factor=factor,
-                original_max_position=original,
-                low_freq_factor=low,
-                high_freq_factor=high,
-            )
-            return rope, trained
-        rope = RopeConfig(
-            kind=kind,
-            theta=theta,
-            dim=dim,
-            factor=factor,
-            original_max_position=original,
-            beta_fast=scaling.number("beta_fast", 32.0),
-            beta_slow=scaling.number("beta_slow", 1.0),
-            truncate=scaling.flag("truncate", True),
-            attention_factor=_yarn_attention_factor(scaling, factor),
-        )
-        return rope, max(trained, min(int(original * factor), MAX_POSITION))
-
-    def rope_fields(self) -> HFConfig:
-        """Return `rope_parameters`, else InternLM's `rotary`, else `rope_scaling`, as a config; empty if there is
-        none."""
-        keys = ("rope_parameters", "rotary", "rope_scaling")
-        # In GPT-J rotary is a boolean; in InternLM it is an object.
-        key = next((key for key in keys if self.fields.get(key) not in (None, True)), keys[0])
-        fields = self._rotary() if key == "rotary" else self.fields.get(key)
-        if fields is None:
-            return HFConfig({}, source=f"{self.source}: {key}")
-        if not isinstance(fields, dict):
-            self.invalid(key, "where an object belongs")
-        unknown = sorted(set(fields) - _ROPE_KEYS)
-        if unknown:
-            self.unsupported(key, f"Unknown entries: {', '.join(unknown)}.")
-        scaling = HFConfig(fields, source=f"{self.source}: {key}")
-        for name in _UNREAD_FACTORS:
-            scaling.expect(name, 1, 1.0)
-        return scaling
-
-    def _rotary(self) -> dict[str, Any]:
-        """Return InternLM's {"base": 10000, "type": "dynamic", "scaling_factor": 1.0} under the usual names."""
-        rotary = self.fields["rotary"]
-        if not isinstance(rotary, dict) or rotary.get("type") not in ("origin", "dynamic"):
-            self.unsupported("rotary", "Supported: an object of type 'origin' or 'dynamic'.")
-        scaling = {"rope_type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)}
-        return {"rope_theta": rotary.get("base"), **(scaling if rotary["type"] == "dynamic" else {})}
-
-    def _original_max_position(self, scaling: HFConfig, trained: int) -> int:
-        """Return the file's own entry, which takes precedence over the one in its rope entry, as in transformers."""
-        inner = scaling.integer("original_max_position_embeddings", trained, maximum=MAX_POSITION)
-        return self.integer("original_max_position_embeddings", inner, maximum=MAX_POSITION)
-
-    def _rotated(self, scaling: HFConfig, head_dim: int, partial: float | None) -> int:
-        """Return the number of rotated features per head."""
-        if partial is None:
-            for each in (scaling, self):
-                each.expect("partial_rotary_factor", 1.0, 1)
-        source = scaling if scaling.fields.get("partial_rotary_factor") is not None else self
-        factor = source.number("partial_rotary_factor", partial or 1.0)
-        dim = int(head_dim * factor)
-        if factor > 1 or dim < 2 or dim % 2:
-            source.invalid("partial_rotary_factor", f"which turns {dim} of a head's {head_dim} features")
-        return dim
-
-    def _longrope(self, scaling: HFConfig, dim: int, theta: float, trained: int, original: int) -> RopeConfig:
-        """Return a longrope config with one set of divisors for the engine's lifetime: switching within a sequence
-        would invalidate cached keys."""
-        sets = {key: self._divisors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")}
-        long = (self.session_len or trained) > original
-        ratio = scaling.number("factor", trained / original)
-        grown = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
-        derived = scaling.number("attention_factor", grown)
-        return RopeConfig(
-            kind="longrope",
-            theta=theta,
-            dim=dim,
-            original_max_position=original,
-            divisors=sets["long_factor" if long else "short_factor"],
-            attention_factor=scaling.number("long_mscale" if long else "short_mscale", derived),
-        )
-
-    def _divisors(self, scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:
-        values = scaling.fields.get(key)
-        if not isinstance(values, list) or len(values) != count:
-            scaling.invalid(key, f"where a list of {count} numbers belongs")
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-                scaling.invalid(key, "which must hold finite numbers above 0")
-        return tuple(float(value) for value in values)
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
@@ -513,25 +262,5 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0, scale: float = 1.0) -
     return tuple(scale * slope for slope in slopes + between)
 
 
-def yarn_term(factor: float, multiplier: float = 1.0) -> float:
-    """Return 0.1 * multiplier * ln(factor) + 1, as in the YaRN paper; 1 if nothing is stretched."""
-    return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
-    """Return the paper's term, or, with DeepSeek's mscale entries, the ratio of two such terms."""
-    mscale = scaling.number("mscale", 0.0, positive=False)
-    mscale_all_dim = scaling.number("mscale_all_dim", 0.0, positive=False)
-    derived = yarn_term(factor)
-    if mscale and mscale_all_dim:
-        derived = yarn_term(factor, mscale) / yarn_term(factor, mscale_all_dim)
-    return scaling.number("attention_factor", derived)
-
-
 def _kind(value: object) -> str:
     return {list: "an array", str: "a string", int: "a number", float: "a number"}.get(type(value), repr(value))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from asyncllm.models.config import MAX_POSITION, HFConfig, ModelConfig
+from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.deepseek_v3 import DeepseekV3
 from asyncllm.models.grouped_experts import leading_dense
 from asyncllm.models.latent import IndexConfig, LatentConfig
 from asyncllm.models.registry import register
+from asyncllm.models.typed_fields import MAX_POSITION
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["DeepseekV32", "with_index"]

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from asyncllm.models.config import MAX_NUMBER, HFConfig, ModelConfig
+from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.granite import Granite
 from asyncllm.models.registry import register
+from asyncllm.models.typed_fields import MAX_NUMBER
 
 __all__ = ["GraniteSWA", "with_windows"]
 

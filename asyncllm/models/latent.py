@@ -10,9 +10,10 @@ from asyncllm.layers.block import AnyAttention
 from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.rotary import RopeConfig
 from asyncllm.layers.sparse_latent_attention import SparseLatentAttention, TokenIndex
-from asyncllm.models.config import HFConfig, ModelConfig, yarn_term
+from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.llama import LLAMA_WEIGHTS
+from asyncllm.models.rope import rope_fields, yarn_term
 
 __all__ = ["LATENT_WEIGHTS", "IndexConfig", "LatentConfig", "LatentDecoder", "latent_fields"]
 
@@ -122,5 +123,5 @@ def latent_fields(hf: HFConfig, architecture: str, **defaults: Any) -> dict[str,
 def _mscale(hf: HFConfig, rope: RopeConfig) -> float:
     """Return the factor of a longer context on queries and on keys, determined by mscale_all_dim in the file's rotary
     entries."""
-    multiplier = hf.rope_fields().number("mscale_all_dim", 0.0, positive=False)
+    multiplier = rope_fields(hf).number("mscale_all_dim", 0.0, positive=False)
     return yarn_term(rope.factor, multiplier)

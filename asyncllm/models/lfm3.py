@@ -10,6 +10,7 @@ from asyncllm.layers.gated_attention import HeadGatedAttention
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.lfm2 import Lfm2, Lfm2Config
 from asyncllm.models.registry import register
+from asyncllm.models.rope import rope_fields
 
 __all__ = ["Lfm3"]
 
@@ -65,7 +66,7 @@ class Lfm3(Lfm2):
 
         def read(kind: str) -> dict[str, Any]:
             own = hf.of_layers(kind)
-            part = 1.0 if own.rope_fields().fields.get("rope_type") == "proportional" else None
+            part = 1.0 if rope_fields(own).fields.get("rope_type") == "proportional" else None
             return own.decoder(
                 architecture, max_position=128000, head_dim=128, norm_eps=1e-5, tied=True, partial_rotary=part
             )

@@ -10,6 +10,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.olmo2 import POST_NORM_WEIGHTS
 from asyncllm.models.qwen3_next import Qwen3NextConfig, delta_fields, delta_net
 from asyncllm.models.registry import register
+from asyncllm.models.rope import rope_fields
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["OlmoHybrid"]
@@ -64,7 +65,7 @@ class OlmoHybrid(DecoderLM):
         hf.expect("hidden_act", "silu")
         hf.expect("attention_bias", False)
         # Published files have null for the entries, or for what is in them: no layer uses positions.
-        rope = hf.rope_fields()
+        rope = rope_fields(hf)
         rotary = any(each.fields.get("rope_theta") is not None for each in (hf, rope))
         if not rotary:
             rope.expect("rope_type", "default")

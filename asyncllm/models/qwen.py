@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from asyncllm.layers.rotary import LogScaling
-from asyncllm.models.config import MAX_POSITION, HFConfig, ModelConfig
+from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.qwen2 import Qwen2
 from asyncllm.models.registry import register
+from asyncllm.models.typed_fields import MAX_POSITION
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["Qwen"]
