@@ -83,6 +83,12 @@ class LatentAttention(Layer):
         """The cache of the layer's lines. Layers with equal ones share their plans."""
         return LatentKVSpec(self.kv_rank, self.rope_dim)
 
+    @property
+    def latent_weight(self) -> Tensor:
+        """The weight of the latents' norm [kv_rank]."""
+        weight: Tensor = self.kv_norm.weight
+        return weight
+
     def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
         """`sampled`: attend for these rows only -> [R, hidden]; the lines of all tokens are still written."""
         step = step.of_layer(self.layer)
@@ -117,7 +123,7 @@ class LatentAttention(Layer):
             rotation,
             cache,
             step.places,
-            norm=self.kv_norm.weight,
+            norm=self.latent_weight,
             eps=self.kv_norm.eps,
             interleaved=self.interleaved,
         )

@@ -82,7 +82,16 @@ class MoE(Layer):
             weights.divide_experts(group)
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        weights, expert_ids = self._route(x, step)
+        chosen = self._of_experts(x, *self._route(x, step), step)
+        if self.shared is None:
+            return chosen
+        shared = self.shared(x, step)
+        if self.shared_gate is not None:
+            shared = shared * kernels.sigmoid(self.shared_gate(x, step))
+        return chosen.add_(shared)
+
+    def _of_experts(self, x: Tensor, weights: Tensor, expert_ids: Tensor, step: StepInputs) -> Tensor:
+        """Return the output of the chosen experts, from all ranks. x [T, hidden], weights and expert_ids [T, k]."""
         own = self.gate_up.own_experts
         if own is not None:
             # All ranks have all tokens. A token gets zeros for the experts of other ranks, so that the sum over ranks
@@ -92,13 +101,7 @@ class MoE(Layer):
             expert_ids = (expert_ids - own.start).masked_fill_(elsewhere, -1)
         inputs = self._experts_input(x, step)
         summed = self.down.summed(self._combined_experts(inputs, weights, expert_ids))
-        chosen = self._layer_output(summed, step)
-        if self.shared is None:
-            return chosen
-        shared = self.shared(x, step)
-        if self.shared_gate is not None:
-            shared = shared * kernels.sigmoid(self.shared_gate(x, step))
-        return chosen.add_(shared)
+        return self._layer_output(summed, step)
 
     def _route(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Apply `kernels.route` to x [T, hidden]."""

@@ -15,6 +15,7 @@ from asyncllm.layers.latent_attention import LatentAttention
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
+from asyncllm.layers.narrow_values import NarrowValueAttention
 from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
 from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 
@@ -22,7 +23,14 @@ __all__ = ["sum_in_norms"]
 
 # A subclass may do more with the sum.
 _NORMS = (RMSNorm, OffsetRMSNorm)
-_ATTENTION = (Attention, ChunkedAttention, GatedAttention, LatentAttention, SparseLatentAttention)
+_ATTENTION = (
+    Attention,
+    ChunkedAttention,
+    GatedAttention,
+    LatentAttention,
+    NarrowValueAttention,
+    SparseLatentAttention,
+)
 
 
 def sum_in_norms(blocks: Sequence[nn.Module], last: nn.Module, group: RankGroup) -> None:

@@ -28,6 +28,7 @@ from asyncllm.layers.normed_experts import NormedMoE, NormedRouter
 from asyncllm.layers.plain_moe import PlainMoE
 from asyncllm.layers.shared_keys import BorrowingAttention, NormedValueAttention
 from asyncllm.layers.short_convolution import ShortConvolution, StateLayer
+from asyncllm.layers.shortcut_block import ShortcutBlock
 from asyncllm.layers.sparse_latent_attention import SparseLatentAttention, TokenIndex
 
 __all__ = ["AnyNorm", "Group", "Masters", "Matrix", "Rows", "groups", "plain_layers"]
@@ -156,8 +157,20 @@ def plain_layers(block: AnyBlock) -> list[Weighted]:
 
 def groups(block: AnyBlock) -> Iterator[Group]:
     """Yield the groups of a block, from the input to the output of each branch."""
+    yield from _after_norms(block)
+    for module in block.modules():
+        yield from _within_attention(module)
+        yield from _within_mlp(module)
+
+
+def _after_norms(block: AnyBlock) -> Iterator[Group]:
+    """Yield the groups of features that a block's norms produce."""
     of_attention, of_mlp = _attention_consumers(block.attn), _mlp_consumers(block.mlp)
-    if isinstance(block, SingleBlock):
+    if isinstance(block, ShortcutBlock):
+        # Some experts return the other norm's features themselves.
+        yield from _after_norm(block.attn_norm, of_attention)
+        yield from _after_norms(block.second)
+    elif isinstance(block, SingleBlock):
         yield from _after_norm(block.norm, of_attention + of_mlp)
     elif isinstance(block, ParallelBlock) and block.mlp_norm is None:
         yield from _after_norm(block.attn_norm, of_attention + of_mlp)
@@ -165,9 +178,6 @@ def groups(block: AnyBlock) -> Iterator[Group]:
         yield from _after_norm(block.attn_norm, of_attention)
         if block.mlp_norm is not None:
             yield from _after_norm(block.mlp_norm, of_mlp)
-    for module in block.modules():
-        yield from _within_attention(module)
-        yield from _within_mlp(module)
 
 
 def _after_norm(norm: Norm, consumers: tuple[Matrix, ...]) -> Iterator[Group]:

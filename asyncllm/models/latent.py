@@ -64,10 +64,11 @@ class LatentDecoder(DecoderLM):
 
     config: LatentConfig
 
-    def attention(self, layer: int) -> AnyAttention:
-        config, index = self.config, self.config.index
+    def attention_sizes(self) -> dict[str, Any]:
+        """Return the keywords of a `LatentAttention`."""
+        config = self.config
         assert config.score_scale is not None
-        sizes: dict[str, Any] = {
+        return {
             "num_heads": config.num_heads,
             "q_rank": config.q_rank,
             "kv_rank": config.kv_rank,
@@ -79,6 +80,9 @@ class LatentDecoder(DecoderLM):
             "bias": config.out_bias,
             "scale_queries": config.query_scaling is not None,
         }
+
+    def attention(self, layer: int) -> AnyAttention:
+        config, index, sizes = self.config, self.config.index, self.attention_sizes()
         if index is None:
             return LatentAttention(layer, config.hidden_size, **sizes)
         own = None

@@ -178,11 +178,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "Kolibri1ForCausalLM": Refused(
         "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
     ),
-    "LongcatFlashForCausalLM": Refused(
-        "LongCat-Flash",
-        "layers with two attentions are not implemented",
-        "DeepseekV3ForCausalLM",
-    ),
     "MiniMaxForCausalLM": Refused("MiniMax-Text-01, M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM1ForCausalLM": Refused("MiniMax-M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM3VLForCausalLM": Refused("MiniMax-M3, text", _INDEX, "MiniMaxM2ForCausalLM"),

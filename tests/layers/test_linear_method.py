@@ -124,6 +124,8 @@ SHARDS = {
     "attn.gate": "column",
     "attn.out": "row",
     "attn.product": "replicated",
+    "dense.gate_up": "column",
+    "dense.down": "row",
     "mlp.gate_up": "column",
     "mlp.up": "column",
     "mlp.down": "row",
@@ -152,7 +154,7 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     assert {"attn.out", *divided_ones} <= {name.split(".", 2)[-1] for name in layers}
     for name, layer in layers.items():
         in_whole = name.rpartition(".")[0] in whole
-        key = name.split(".", 2)[-1]
+        key = name.split(".", 2)[-1].removeprefix("second.")
         in_whole |= key.startswith(WHOLE) or name.startswith(WHOLE)
         assert layer.shard == ("replicated" if in_whole else SHARDS[key]), name
         divided = (

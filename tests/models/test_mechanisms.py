@@ -19,6 +19,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
+from asyncllm.layers.shortcut_block import IdentityMoE
 from asyncllm.models.decoder import DecoderLM
 from tests.models.parity import FAMILIES, TOKENS, Case, Runner, open_case, random_tokens, reference
 from tests.remote_layouts import RELATIVES
@@ -59,6 +60,7 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("attn", "qkv_clip", None, None),
         ("attn", "scale_queries", False, None),
         ("attn.qkv", "value_scale", None, 1.0),
+        ("attn", "latent_scale", None, 1.0),
         ("attn", "alibi", None, None),
         ("attn", "alibi", None, lambda slopes: slopes * 2),
         ("embed", "offset", None, lambda offset: 1 - min(offset, 1)),
@@ -219,6 +221,14 @@ def experts(model: DecoderLM) -> Iterator[Mechanism]:
     if routing.groups > 1:
         yield "no groups", routed_by(groups=1)
         yield "groups by another score", routed_by(group_score="max" if routing.group_score == "top2" else "top2")
+    if isinstance(one, IdentityMoE):
+
+        def compute_nothing(model: DecoderLM) -> None:
+            for block in model.layers:
+                block.mlp.routing = routing._replace(top_k=1)
+                block.mlp.correction.bias[one.num_computing :] = float("-inf")
+
+        yield "experts that compute nothing never chosen", compute_nothing
     if one.limit is not None:
         yield "SwiGLU", with_experts(limit=None)
         yield "another limit", with_experts(limit=2 * one.limit)

@@ -20,6 +20,7 @@ from asyncllm.text.replies.marked_json import (
     HERMES,
     INTERNLM,
     JAMBA,
+    LONGCAT,
     NEMOTRON_JSON,
     XLAM,
 )
@@ -62,6 +63,7 @@ TOOL_FORMATS = (
     GRANITE,
     GRANITE_20B_FC,
     JAMBA,
+    LONGCAT,
     NEMOTRON_JSON,
     XLAM,
     APERTUS,
@@ -108,6 +110,7 @@ COHERE_THINK = Thinking(
 GEMMA4_THINK = Thinking("<|channel>thought\n", "<channel|>")
 GRANITE_THINK = Thinking("Here is my thought process:", "Here is my response:")
 SEED_THINK = Thinking("<seed:think>", "</seed:think>")
+LONGCAT_THINK = Thinking("<longcat_think>", "</longcat_think>")
 KIMI_THINK = Thinking("◁think▷", "◁/think▷")
 
 REASONING_PARSERS: Mapping[str, Thinking | None] = {
@@ -154,11 +157,15 @@ REASONING_PARSERS: Mapping[str, Thinking | None] = {
     "granite": GRANITE_THINK,
     "seed_oss": SEED_THINK,
     "kimi": KIMI_THINK,
+    "longcat": LONGCAT_THINK,
     **dict.fromkeys(("openai_gptoss", "gpt-oss", "openai", "harmony"), None),
 }
 """Parser name -> marks around the reasoning; None: harmony's channels."""
 
-TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat | None], ...] = (
+    # Later templates of LongCat ask for calls of another form.
+    (("<longcat_arg_key>",), None),
+    (("<longcat_tool_call>",), LONGCAT),
     (("<|channel|>", "<|message|>"), HARMONY),
     (("<seed:tool_call>",), SEED_OSS),
     (("<function=", "<parameter="), QWEN3_CODER),
@@ -190,7 +197,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_start|>",), PYTHONIC),
     (("[func_name1(",), PYTHONIC),
 )
-"""Texts that occur only in templates of a format. The first match counts."""
+"""Texts that occur only in templates of a format, or of none that is implemented. The first match counts."""
 
 THINKING_SIGNS: tuple[tuple[tuple[str, ...], Thinking], ...] = (
     (("</think>", "<answer>"), HUNYUAN_THINK),
@@ -203,6 +210,7 @@ THINKING_SIGNS: tuple[tuple[tuple[str, ...], Thinking], ...] = (
     (("Here is my thought process:",), GRANITE_THINK),
     (("<seed:think>",), SEED_THINK),
     (("◁think▷",), KIMI_THINK),
+    (("</longcat_think>",), LONGCAT_THINK),
 )
 
 

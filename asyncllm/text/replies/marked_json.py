@@ -18,6 +18,7 @@ __all__ = [
     "HERMES",
     "INTERNLM",
     "JAMBA",
+    "LONGCAT",
     "NEMOTRON_JSON",
     "XLAM",
 ]
@@ -40,13 +41,22 @@ def _between(closers: tuple[str, ...], keys: Keys = CALL_KEYS) -> Callable[[Read
 
 CALL = f'{{"name": "{CALLED}", "arguments": {ARGUMENTS}}}'
 
-HERMES = ToolFormat(
-    "hermes",
-    ("<tool_call>",),
-    _between(("</tool_call>",)),
-    inside=("</tool_call>",),
-    grammars=(shaped("<tool_call>", f"\n{CALL}\n</tool_call>", between="\n<tool_call>"),),
-)
+
+def _tagged_objects(name: str, opener: str) -> ToolFormat:
+    """Return a format of calls that are each an object between tags."""
+    closer = opener.replace("<", "</")
+    return ToolFormat(
+        name,
+        (opener,),
+        _between((closer,)),
+        inside=(closer,),
+        grammars=(shaped(opener, f"\n{CALL}\n{closer}", between=f"\n{opener}"),),
+    )
+
+
+LONGCAT = _tagged_objects("longcat", "<longcat_tool_call>")
+"""LongCat-Flash."""
+HERMES = _tagged_objects("hermes", "<tool_call>")
 """Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, EXAONE 4, Granite 4, ERNIE 4.5."""
 
 GRANITE = ToolFormat(

@@ -159,6 +159,14 @@ SAMPLES: dict[str, Sample] = {
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         Said("Sure.", "Hm </th", BOTH),
     ),
+    "longcat": Sample(
+        "longcat",
+        "longcat",
+        "<longcat_think>\nHm.\n</longcat_think>\nSure.\n<longcat_tool_call>\n"
+        f'{{"name": "weather", "arguments": {ZURICH}}}\n'
+        '</longcat_tool_call>\n<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>',
+        Said("Sure.", "Hm.", BOTH),
+    ),
     "hermes, arguments first": Sample(
         "qwen",
         None,
