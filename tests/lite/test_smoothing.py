@@ -97,7 +97,7 @@ KINDS_OF_LAYERS = {
 STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj")
 """What decides how long a state is kept."""
 
-CHOICES = ("gate", "weights_proj")
+CHOICES = ("classifier", "gate", "weights_proj")
 """What chooses experts, and tokens to attend to."""
 
 BESIDE_LAYERS = {"lm_head", "output", "model.decoder.project_in"}
