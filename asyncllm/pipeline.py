@@ -8,9 +8,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from asyncllm.config import (
     ChatTemplateConfig,
@@ -20,7 +18,8 @@ from asyncllm.config import (
     VisionConfig,
     checked,
 )
-from asyncllm.config.lmdeploy_settings import CALLS, PIPELINES, without_unsupported
+from asyncllm.config.direct_options import GenConfigs, replaced, split_options
+from asyncllm.config.lmdeploy_settings import PIPELINES, without_unsupported
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
@@ -49,19 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["ChatSession", "Pipeline", "pipeline"]
 
 T = TypeVar("T")
-Config = TypeVar("Config", EngineConfig, GenerationConfig)
-GenConfigs = GenerationConfig | Sequence[GenerationConfig] | None
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
-
-DIRECT_OPTIONS = {
-    "request_output_len": "max_new_tokens",
-    **{
-        name: name
-        for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "random_seed", "stop_words")
-    },
-}
-"""Keywords that programs for older versions of LMDeploy pass instead of a GenerationConfig -> its fields."""
 
 
 def pipeline(
@@ -116,7 +104,7 @@ def pipeline(
     asked = {"tp": tp, "max_batch_size": instance_num, "vision_max_batch_size": vision and vision.max_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
     if given:
-        backend_config = _replace(backend_config or EngineConfig(), given)
+        backend_config = replaced(backend_config or EngineConfig(), given)
     logging.getLogger("asyncllm").setLevel(log_level)
     return Pipeline(model_path, backend_config, chat_template_config)
 
@@ -162,7 +150,7 @@ class Pipeline:
         list, a prompt that is malformed or too long, or that fails in a step or at its timeout, produces a Response
         with finish_reason 'error', and the others continue.
         """
-        config, keywords = _split(gen_config, options)
+        config, keywords = split_options(gen_config, options)
         total = 1 if is_single(prompts) else len(prompts)
         done: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
         future = self._loop.submit(
@@ -198,7 +186,7 @@ class Pipeline:
         `stream_response` an answer is one chunk. Leaving the loop early ends the answers. The first chunk raises
         InvalidRequest and EngineError.
         """
-        config, keywords = _split(gen_config, options)
+        config, keywords = split_options(gen_config, options)
         asked = sessions if sessions is None or isinstance(sessions, list | tuple) else [sessions]
         return self._stream(
             lambda: self._engine.stream_infer(
@@ -257,7 +245,7 @@ class Pipeline:
         """
         found = session if session is not None else self.session()
         inner = _inner(found, "session")
-        merged, keywords = _split(gen_config, options)
+        merged, keywords = split_options(gen_config, options)
         config: Any = merged
         chunks = self._stream(
             lambda: self._engine.chat(
@@ -459,36 +447,6 @@ def _inner(session: object, name: str) -> Session:
     if not isinstance(session, ChatSession):
         raise InvalidParameter(f"{name}: {short(session)} is no session. Take one from session() or chat().", name)
     return session.inner
-
-
-def _replace(config: Config, fields: dict[str, Any]) -> Config:
-    """Return a checked copy of `config` with these fields. A value of the wrong type is left for the engine to
-    refuse."""
-    if not isinstance(config, EngineConfig | GenerationConfig):
-        return config
-    return config.from_dict({**msgspec.structs.asdict(config), **fields}).checked()
-
-
-def _split(gen_config: GenConfigs, options: dict[str, Any]) -> tuple[GenConfigs, RequestKeywords]:
-    """Return `gen_config` with the options that are its fields, and the options that concern the request."""
-    keywords: Any = {name: value for name, value in options.items() if name in RequestKeywords.__optional_keys__}
-    options = without_unsupported(CALLS, {name: value for name, value in options.items() if name not in keywords})
-    if "enable_thinking" in options:
-        variables = keywords.get("chat_template_kwargs") or {}
-        keywords["chat_template_kwargs"] = {**variables, "enable_thinking": options.pop("enable_thinking")}
-    for name in options:
-        if name not in DIRECT_OPTIONS:
-            raise InvalidParameter(
-                f"There is no option {name!r}. Sampling is set in gen_config; direct options are "
-                f"enable_thinking, {', '.join([*sorted(RequestKeywords.__optional_keys__), *DIRECT_OPTIONS])}.",
-                name,
-            )
-    if not options:
-        return gen_config, keywords
-    fields = {DIRECT_OPTIONS[name]: value for name, value in options.items()}
-    if isinstance(gen_config, list | tuple):
-        return [_replace(config, fields) for config in gen_config], keywords
-    return _replace(GenerationConfig() if gen_config is None else cast(GenerationConfig, gen_config), fields), keywords
 
 
 def _sequences(input_ids: Any) -> list[Any]:
