@@ -18,10 +18,11 @@ from asyncllm.kernels.cache import GPU_BLOCK_MULTIPLE
 from asyncllm.kernels.quantized_kv import FORMATS
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.quantized_cache import quantized
+from asyncllm.models.build import open_model
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.plugins import load_plugins
-from asyncllm.models.registry import ModelOptions, open_model, read_config
+from asyncllm.models.registry import ModelOptions, read_config
 from asyncllm.models.unread_overrides import refuse_unread
 from asyncllm.protocol import Limits, StartTimes
 

@@ -20,9 +20,9 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedMode
 from asyncllm.lite.expert_factors import ExpertFactors, expert_factors
 from asyncllm.locate import locate, locate_adapter
 from asyncllm.models.adapter_files import AdapterConfig, names_in_files, read_tensors
+from asyncllm.models.build import open_unfilled
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.output_folder import check_free, copy_companions, output_folder, write_shards
-from asyncllm.models.registry import open_unfilled
 from asyncllm.models.stream import FLOAT_DTYPES
 
 __all__ = ["merge_lora"]

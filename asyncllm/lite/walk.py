@@ -21,9 +21,9 @@ from asyncllm.layers.prompt_step import empty_cache, prompt_step
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.build import open_unfilled
 from asyncllm.models.decoder import allocate
 from asyncllm.models.load_plan import plan_load
-from asyncllm.models.registry import open_unfilled
 
 __all__ = ["Batch", "Comparison", "Walk"]
 
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
 
 class Walk:
-    """The model in a folder, with unquantized weights. Raises as `registry.open_unfilled` and `load_plan.plan_load`
+    """The model in a folder, with unquantized weights. Raises as `build.open_unfilled` and `load_plan.plan_load`
     do."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

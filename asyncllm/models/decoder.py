@@ -47,7 +47,7 @@ layers."""
 class DecoderLM(nn.Module):
     """A decoder-only language model over a paged cache.
 
-    `registry.open_model` builds it on the meta device, calls `allocate`, and fills it through `models.load_plan.load`.
+    `models.build.open_model` builds it on the meta device, calls `allocate`, and fills it by `models.load_plan.load`.
     """
 
     weights: ClassVar[WeightMap]

@@ -135,7 +135,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vision: TowerConfig | None = None
     """The image encoder before the decoder. Written by `registry`."""
     num_parameters: int = 0
-    """Written by `registry.open_model` once the model is built."""
+    """Written by `models.build.open_model` once the model is built."""
 
     @property
     def labels(self) -> tuple[str, ...]:

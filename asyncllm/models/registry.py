@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,22 +14,14 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
-import torch
 
-from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
-from asyncllm.layers.layer import Layer, cache_members
-from asyncllm.layers.linear_method import Weighted
-from asyncllm.layers.moe import MoE
-from asyncllm.layers.rank_sums import sum_in_norms
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.extrapolation import check_log_scaling, with_log_scaling
-from asyncllm.models.head import SCORING, resolve_head
-from asyncllm.models.load_plan import expected_numbers, load
-from asyncllm.models.module_map import MODULE_MAP, replace_layers
-from asyncllm.models.quantized import attach, open_checkpoint
+from asyncllm.models.extrapolation import with_log_scaling
+from asyncllm.models.head import SCORING
+from asyncllm.models.module_map import MODULE_MAP
 from asyncllm.models.refused import REFUSED_MODELS
 from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
@@ -40,10 +31,9 @@ from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 
 __all__ = [
     "ModelOptions",
+    "configure",
     "described",
     "families",
-    "open_model",
-    "open_unfilled",
     "read_config",
     "register",
     "register_all_or_nothing",
@@ -139,102 +129,10 @@ class ModelOptions(TypedDict, total=False):
 def read_config(path: Path, **options: Unpack[ModelOptions]) -> ModelConfig:
     """Return the config that `open_model` would build from the folder `path`, without weights. Raises the same
     errors."""
-    return _configure(path, **options)[1]
+    return configure(path, **options)[1]
 
 
-def open_model(
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: RankGroup | None = None,
-    by_expert: bool = False,
-    accept: Callable[[DecoderLM], object] = lambda model: None,
-    **options: Unpack[ModelOptions],
-) -> DecoderLM:
-    """Build the model of folder `path` and fill it from the folder's safetensors files.
-
-    In a group of several ranks, the model is this rank's share; `by_expert`: the share has whole experts instead of
-    some features of each. `accept` gets the model before its weights are read, and raises to refuse it.
-
-    Raises:
-        InvalidCheckpoint: a file is missing, malformed or inconsistent with the others.
-        UnsupportedModel: the architecture or one of its settings is not implemented.
-        UnsupportedFeature: use_logn_attn, if the model's layers cannot scale their queries.
-    """
-    family, config, scheme = _configure(path, **options)
-    checkpoint = open_checkpoint(path, scheme)
-    model = _unfilled(family, config, checkpoint)
-    model.scheme = scheme
-    if options.get("use_logn_attn"):
-        check_log_scaling(model)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if scheme is not None:
-        checkpoint = attach(model, checkpoint, scheme)
-    wanted = expected_numbers(model)
-    # Integers may be packed, with several weights in each.
-    stored = sum(
-        math.prod(entry.shape) if entry.dtype in FLOAT_DTYPES else 2 * (entry.end - entry.start)
-        for entry in checkpoint.tensors.values()
-    )
-    if wanted > 2 * stored:
-        # Such a file cannot load, and may need more memory than there is; load() reports smaller differences.
-        raise InvalidCheckpoint(
-            f"{path}: config.json describes {wanted:,} numbers, but the safetensors files hold {stored:,}. Check that "
-            f"config.json belongs to these weights and that no shard is missing."
-        )
-    if group is not None:
-        divide(model, group, by_expert=by_expert)
-    accept(model)
-    model.allocate(dtype, device)
-    load(model, checkpoint, model.weight_map)
-    model.config = msgspec.structs.replace(model.config, num_parameters=num_parameters)
-    model.eval()
-    cache_members(model)
-    return model
-
-
-def open_unfilled(path: Path) -> tuple[DecoderLM, Checkpoint]:
-    """Return the model of folder `path`, on the meta device, and its checkpoint, whose weights are unquantized.
-
-    For callers that fill it layer by layer. Raises like `open_model`, and UnsupportedModel for quantized weights.
-    """
-    family, config, scheme = _configure(path)
-    if scheme is not None:
-        raise UnsupportedModel(f"{path}: the weights are quantized already. Use the checkpoint that they were made of.")
-    checkpoint = Checkpoint.open(path)
-    return _unfilled(family, config, checkpoint), checkpoint
-
-
-def _unfilled(family: type[DecoderLM], config: ModelConfig, checkpoint: Checkpoint) -> DecoderLM:
-    if config.vision is None:
-        config = resolve_head(config, family, checkpoint, base_class=config.architecture not in families())
-    elif any(name.endswith(family.head_name) for name in checkpoint.tensors):
-        config = msgspec.structs.replace(config, tied=False)
-    with torch.device("meta"):
-        model = family(config)
-    replace_layers(model)
-    return model
-
-
-def divide(model: DecoderLM, group: RankGroup, *, by_expert: bool = False) -> None:
-    """Reduce a model on the meta device to the share of the group's rank, see `open_model`. Raises UnsupportedModel if
-    it cannot be divided."""
-    modules = list(model.modules())
-    if by_expert:
-        mixtures = [module for module in modules if isinstance(module, MoE)]
-        if not mixtures:
-            raise UnsupportedModel(f"ep={group.size}: {model.config.architecture} has no experts. Leave ep out.")
-        for mixture in mixtures:
-            mixture.divide_experts(group)
-    # Weights first, because modules built from them ask how many heads are left.
-    for module in sorted(modules, key=lambda module: not isinstance(module, Weighted)):
-        if isinstance(module, Layer):
-            module.divide(group)
-    sum_in_norms(list(model.layers), model.norm, group)
-
-
-def _configure(
+def configure(
     path: Path,
     *,
     session_len: int | None = None,
@@ -243,6 +141,8 @@ def _configure(
     model_format: str | None = None,
     use_logn_attn: bool = False,
 ) -> tuple[type[DecoderLM], ModelConfig, Scheme | None]:
+    """Return the family, the config and the quantization of the checkpoint in folder `path`. The other arguments are
+    those of `ModelOptions`. Raises InvalidCheckpoint, UnsupportedModel."""
     hf = HFConfig.open(path, overrides=hf_overrides, session_len=session_len, rope_scaling_factor=rope_scaling_factor)
     refuse_mlx(hf.fields, path)
     names = hf.fields.get("architectures")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, UnsupportedModel
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import open_model
 from asyncllm.porting.module_io import Call, recorded
 from asyncllm.porting.step_context import make_step_context
 

@@ -12,7 +12,7 @@ import torch
 from asyncllm.agent import image_features
 from asyncllm.agent.device.tower_graphs import TowerGraphs
 from asyncllm.agent.image_features import MAX_BATCH_VALUES, ImageFeatures
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from asyncllm.prompt_image import PromptImage
 from asyncllm.protocol import Batch, PrefillRow
 from asyncllm.vl.processor import open_processor

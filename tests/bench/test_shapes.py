@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
+from asyncllm.models.build import open_model
 from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.registry import open_model, read_config
+from asyncllm.models.registry import read_config
 from asyncllm.text.tokenizer import Tokenizer
 from bench.shapes import FORMATS, SHAPES, weights, write_checkpoint, write_tokenizer
 

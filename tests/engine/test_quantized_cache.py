@@ -178,7 +178,7 @@ async def test_heads_divided_among_processes_and_sleep() -> None:
 
 
 async def test_latents_are_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncllm.models.registry.load", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr("asyncllm.models.build.load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedFeature, match=r"quant_policy: the model stores one latent.*Use quant_policy=0"):
         async with new_engine("deepseek_v3", quant_policy=8):
             pass

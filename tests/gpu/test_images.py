@@ -7,7 +7,7 @@ import torch
 
 from asyncllm import AsyncEngine, GenerationConfig
 from asyncllm.agent.device.tower_graphs import TowerGraphs
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from asyncllm.vl.processor import open_processor
 from asyncllm.vl.tower import CapturableTower
 from tests.gpu.engines import device_config

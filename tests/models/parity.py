@@ -22,8 +22,9 @@ from asyncllm.kernels import KVFormat
 from asyncllm.layers.quantized_cache import quantized
 from asyncllm.layers.rotary import ROPE_LENS
 from asyncllm.layers.step_inputs import StepInputs
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import families, open_model
+from asyncllm.models.registry import families
 from tests.checkpoints import build_checkpoint, build_oracle, native_class, tiny_fields
 from tests.remote_layouts import LAYOUTS
 

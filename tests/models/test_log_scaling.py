@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from asyncllm.errors import UnsupportedFeature
 from asyncllm.layers.rotary import LogScaling
-from asyncllm.models.registry import open_model, read_config
+from asyncllm.models.build import open_model
+from asyncllm.models.registry import read_config
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import PROMPT, TOKENS, Runner, random_tokens
 

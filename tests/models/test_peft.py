@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from asyncllm.errors import UnsupportedModel
 from asyncllm.lite import merge_lora
 from asyncllm.models.adapter_files import AdapterFiles
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from tests.models.parity import Case, folder_of, hub_model, open_case, random_tokens
 from tests.models.test_adapters import TOKENS, pooled, run
 

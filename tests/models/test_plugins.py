@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from asyncllm.cli import main
 from asyncllm.errors import ModelError
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.mistral import Mistral
 from asyncllm.models.module_map import MODULE_MAP
 from asyncllm.models.plugins import load_plugins
-from asyncllm.models.registry import described, families, open_model, register, register_all_or_nothing
+from asyncllm.models.registry import described, families, register, register_all_or_nothing
 from tests.models.parity import Case, Runner, folder_of, open_case, random_tokens
 from tests.test_extending import MAP
 
@@ -31,7 +32,8 @@ OPEN = """
 import importlib, sys, torch
 from pathlib import Path
 from asyncllm.errors import ModelError
-from asyncllm.models.registry import families, open_model
+from asyncllm.models.build import open_model
+from asyncllm.models.registry import families
 for packages in sys.argv[2:]:
     sys.path.insert(0, packages)
     importlib.invalidate_caches()

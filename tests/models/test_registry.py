@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.refused import REFUSED_MODELS, REFUSED_TEXT_MODELS
-from asyncllm.models.registry import families, open_model, read_config, register
+from asyncllm.models.registry import families, read_config, register
 from asyncllm.models.vision_language import VISION_MODELS
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES, Runner, random_tokens

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from asyncllm.errors import UnsupportedModel
 from asyncllm.layers.moe import MoE
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.registry import open_model
 from tests.checkpoints import tiny_fields
 from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
 from tests.ranks.threads import ThreadGroup, in_ranks

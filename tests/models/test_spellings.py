@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
+from asyncllm.models.build import open_model
 from asyncllm.models.mimo_v2_flash import MiMoV2FlashConfig
-from asyncllm.models.registry import open_model
 from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
 

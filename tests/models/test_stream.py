@@ -19,8 +19,8 @@ from asyncllm.agent.step_thread import HasLimits, StepThread
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.models import stream as stream_module
 from asyncllm.models.baichuan import NormalizedOutputEmbedding
+from asyncllm.models.build import open_model
 from asyncllm.models.checkpoint import Checkpoint, TensorEntry
-from asyncllm.models.registry import open_model
 from asyncllm.models.stream import THREAD_NAME, stream
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES

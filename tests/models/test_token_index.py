@@ -12,7 +12,7 @@ from asyncllm import AsyncEngine, EngineConfig, UnsupportedFeature
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.layers.cache_spec import LatentKVSpec
 from asyncllm.layers.sparse_latent_attention import IndexedLatentKVSpec, SparseLatentAttention
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from tests.models.parity import Case, Runner, folder_of, open_case, random_tokens, reference
 from tests.models.test_config import read, tiny
 

@@ -13,7 +13,7 @@ from asyncllm.cli import main
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, UnsupportedModel
 from asyncllm.layers.attention import Attention, AttentionConfig
 from asyncllm.layers.rotary import RopeConfig
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from asyncllm.porting import ModuleIOExtractor, compare, continuous_tensor, make_step_context, recorded
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Case, folder_of, hub_model, open_case, random_tokens

@@ -13,9 +13,10 @@ from torch import Tensor
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
 from asyncllm.kernels.packed import PLANE, chunk_of, natural, pack_codes, unpack_codes
 from asyncllm.layers.linear_method import Weighted
+from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.load_plan import plan_update
-from asyncllm.models.registry import open_model, read_config
+from asyncllm.models.registry import read_config
 from asyncllm.quant.packed import Packed
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Runner, random_tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.distributed.group import RankGroup
 from asyncllm.layers.image_rows import INNER_ROWS
 from asyncllm.layers.images import IMAGE_ROWS
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from tests.ranks.threads import in_ranks
 from tests.vl.checkpoints import folder_of
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidCheckpoint, ModelError, UnsupportedModel
+from asyncllm.models.build import open_model
 from asyncllm.models.refused import REFUSED_MODELS
-from asyncllm.models.registry import families, open_model
+from asyncllm.models.registry import families
 from asyncllm.models.vision.refused import REFUSED_VISION_MODELS
 from asyncllm.models.vision_language import VISION_MODELS
 from asyncllm.vl.processor import open_processor

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from asyncllm import AsyncEngine, EngineConfig
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from asyncllm.vl.processor import open_processor
 from tests.vl.checkpoints import ALL_KINDS, folder_of, greedy, picture, shared_oracle, worst_difference
 

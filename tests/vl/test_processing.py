@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from asyncllm import InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedModel
-from asyncllm.models.registry import open_model
+from asyncllm.models.build import open_model
 from asyncllm.vl.processing.clip import CenterProcessor, PaddedProcessor
 from asyncllm.vl.processing.kimi_vl import KimiVlProcessor
 from asyncllm.vl.processing.settings import PictureSettings

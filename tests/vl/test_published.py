@@ -22,8 +22,9 @@ from asyncllm import (
     ModelError,
     UnsupportedModel,
 )
+from asyncllm.models.build import open_model
 from asyncllm.models.config import HFConfig
-from asyncllm.models.registry import families, open_model
+from asyncllm.models.registry import families
 from asyncllm.models.vision_language import composed
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.vl.processing.molmo import CropGrid
