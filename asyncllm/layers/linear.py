@@ -133,8 +133,8 @@ class QKVLinear(MergedLinear):
     def _halved(self, tensor: Tensor) -> Tensor:
         """Return rows by head, with the first features of all pairs before the second ones."""
         heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
-        rotated = heads[:, : self.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)  # type: ignore[no-untyped-call]
-        return torch.cat([rotated, heads[:, self.paired :]], 1).view_as(tensor)
+        end = self.paired
+        return torch.cat([heads[:, :end:2], heads[:, 1:end:2], heads[:, end:]], 1).view_as(tensor)
 
     def divide(self, group: RankGroup) -> None:
         super().divide(group)

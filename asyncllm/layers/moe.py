@@ -11,7 +11,7 @@ from asyncllm.kernels import RoundedRows, Routing
 from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.linear_method import Weighted
-from asyncllm.layers.mlp import GatedMLP
+from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.step_inputs import StepInputs
 
 __all__ = ["AveragedMoE", "Correction", "ExactRouter", "MoE"]
@@ -69,7 +69,7 @@ class MoE(Layer):
         parts = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up = Weighted(hidden_size, parts, shard="column", bias=bias, num_experts=num_experts)
         self.down = Weighted(intermediate_size, hidden_size, shard="row", bias=bias, num_experts=num_experts)
-        self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
+        self.shared: GatedMLP | PlainMLP | None = GatedMLP(hidden_size, shared_size) if shared_size else None
         self.shared_gate = Linear(hidden_size, 1, shard="replicated") if shared_gate else None
         self.routing = routing
         self.scaled_inputs = scaled_inputs

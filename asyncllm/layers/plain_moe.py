@@ -48,7 +48,7 @@ class PlainMoE(MoE):
         self.router = ExactRouter(hidden_size, num_experts, shard="replicated")
         self.gate_up = _PlainExperts(width, {"up": intermediate_size}, shard="column", num_experts=num_experts)
         self.down = _PlainExperts(intermediate_size, width, shard="row", num_experts=num_experts)
-        self.shared = PlainMLP(hidden_size, shared_size, activation="squared_relu", bias=bias)  # type: ignore[assignment]
+        self.shared = PlainMLP(hidden_size, shared_size, activation="squared_relu", bias=bias)
         maps = latent_size is not None
         self.into = Linear(hidden_size, width, shard="replicated", bias=bias) if maps else None
         self.back = Linear(width, hidden_size, shard="replicated", bias=bias) if maps else None

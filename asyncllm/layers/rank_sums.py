@@ -68,8 +68,8 @@ def _last_products(branch: nn.Module) -> list[Weighted]:
     """Return the products whose sum is the branch's unchanged output; empty if that is unknown."""
     if type(branch) in _ATTENTION:
         return [branch.out]  # type: ignore[list-item]
-    if type(branch) in (GatedMLP, PlainMLP):
-        return [branch.down]  # type: ignore[list-item]
+    if type(branch) is GatedMLP or type(branch) is PlainMLP:
+        return [branch.down]
     if type(branch) is MoE:
         return [branch.down, *([] if branch.shared is None else [branch.shared.down])]
     return []

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from asyncllm.layers.embedding import OutputEmbedding
 from asyncllm.models.config import HFConfig, ModelConfig, alibi_slopes
+from asyncllm.models.decoder import OutputHead
 from asyncllm.models.llama import LLAMA_WEIGHTS, Llama
 from asyncllm.models.registry import register
 
@@ -66,7 +67,7 @@ class Baichuan(Llama):
         first = architecture == "BaiChuanForCausalLM" or fields["vocab_size"] == FIRST_VOCAB_SIZE
         return BaichuanConfig(**fields, alibi=slopes, normalized_head=not first)
 
-    def output(self) -> nn.Module:
+    def output(self) -> OutputHead:
         if self.config.normalized_head and not self.config.tied and self.config.has_head:
             return NormalizedOutputEmbedding(self.config.hidden_size, self.config.vocab_size)
         return super().output()

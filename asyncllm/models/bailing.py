@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-
 from asyncllm.models.baichuan import NormalizedOutputEmbedding
 from asyncllm.models.config import HFConfig, ModelConfig
-from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.decoder import DecoderLM, OutputHead
 from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_experts, grouped_routing
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
@@ -105,7 +103,7 @@ class Bailing(DecoderLM):
             extra_layers=hf.integer("num_nextn_predict_layers", 0, minimum=0),
         )
 
-    def output(self) -> nn.Module:
+    def output(self) -> OutputHead:
         config = self.config
         if config.normalized_head and not config.tied and config.has_head:
             return NormalizedOutputEmbedding(config.hidden_size, config.vocab_size, axis=0)

@@ -227,8 +227,7 @@ def _parse_json(file: Path, text: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             _refuse(file, f"names {short(twice)} twice in its {what}")
         return mapping
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Set
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from asyncllm.models.vision_language import with_tower
 from asyncllm.models.weights import WeightMap
 from asyncllm.quant.scheme import Scheme
 
-__all__ = ["SCORE_ROWS", "DecoderLM", "allocate"]
+__all__ = ["SCORE_ROWS", "DecoderLM", "OutputHead", "allocate"]
 
 SCORE_ROWS: Mapping[str, str] = {
     "score": "score.out",
@@ -42,6 +42,15 @@ SCORE_ROWS: Mapping[str, str] = {
 }
 """Rows of a weight table for score heads: those of transformers, of InternLM2, and of Qwen2.5-Math-RM with two
 layers."""
+
+
+class OutputHead(Protocol):
+    """The interface of output embeddings."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    def of_rank(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `OutputEmbedding.of_rank`."""
 
 
 class DecoderLM(nn.Module):
@@ -190,7 +199,8 @@ class DecoderLM(nn.Module):
             limit=experts.limit,
         )
 
-    def output(self) -> nn.Module:
+    def output(self) -> OutputHead:
+        """Return the output embedding, a module."""
         config = self.config
         if config.tied or not config.has_head:
             assert isinstance(self.embed, Embedding), "a family with another embedding has another output too"
@@ -282,11 +292,10 @@ class DecoderLM(nn.Module):
         The other tokens stop once the last layer has written their keys and values, which saves a prompt most of one
         layer.
         """
-        last: AnyBlock = self.layers[-1]  # type: ignore[assignment]
         self.place(step)
         if sampled.inputs.adapted:
             group_adapters(sampled.inputs)
-        branch, selected = last(None, residual, step, sampled)
+        branch, selected = self.layers[-1](None, residual, step, sampled)
         hidden: Tensor = self.norm.add(branch, selected)[0]
         return hidden
 
@@ -326,14 +335,12 @@ class DecoderLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] of `forward` -> logits [R, vocab] after the family's scale and softcap, in the model's
         dtype or float32."""
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
     def rank_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, hidden] -> logits of this rank's tokens only, as `OutputEmbedding.of_rank`; without ranks, of all.
         `out` receives them if given, with that shape and dtype."""
-        logits: Tensor = self.head.of_rank(hidden, out)  # type: ignore[operator]
-        return logits
+        return self.head.of_rank(hidden, out)
 
 
 def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.norm import NoNorm, Norm
 from asyncllm.layers.projected_embedding import ProjectedEmbedding, ProjectedOutputEmbedding
 from asyncllm.models.config import HFConfig, ModelConfig
-from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.decoder import DecoderLM, OutputHead
 from asyncllm.models.registry import register
 from asyncllm.models.weights import WeightMap
 
@@ -103,7 +103,7 @@ class OPT(DecoderLM):
             return super().embedding()
         return ProjectedEmbedding(config.vocab_size, config.embedding_size, config.hidden_size)
 
-    def output(self) -> nn.Module:
+    def output(self) -> OutputHead:
         if isinstance(self.embed, ProjectedEmbedding):
             return ProjectedOutputEmbedding(self.embed, self.config.hidden_size)
         return super().output()

@@ -42,7 +42,7 @@ class MXFP4(Scheme):
         return PackedMXFP4() if {"blocks", "scales"} & tensors.keys() else None
 
 
-class _Layer(Protocol):
+class _State(Protocol):
     """The method's state in a layer."""
 
     words: Tensor | None
@@ -52,6 +52,10 @@ class _Layer(Protocol):
     offset: Tensor | None
     pending: dict[tuple[str | None, int | None], dict[str, Tensor]]
     """The tensors of parts whose second tensor is not read yet."""
+
+
+def _state(layer: Weighted) -> _State:
+    return cast(_State, layer)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class PackedMXFP4(LinearMethod):
     def create(self, layer: Weighted) -> None:
         if layer.num_experts is None:
             raise UnsupportedModel("MXFP4 weights that are not experts are not implemented.")
-        own, stack = cast(_Layer, layer), (layer.num_experts, layer.out_features)
+        own, stack = _state(layer), (layer.num_experts, layer.out_features)
         n, k = layer.out_features, layer.in_features
         columns = layer.own_columns()
         own.words = own.scales = own.whole = None
@@ -111,7 +115,7 @@ class PackedMXFP4(LinearMethod):
         return _by_feature(tensor)[:, taken]
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        own, rows = cast(_Layer, layer), layer.rows[part]
+        own, rows = _state(layer), layer.rows[part]
         if suffix == "bias":
             assert own.offset is not None
             own.offset[index, rows].copy_(tensor)
@@ -157,7 +161,7 @@ class PackedMXFP4(LinearMethod):
         limit: float | None = None,
     ) -> Tensor:
         first, second = self.weight(gate_up), self.weight(down)
-        biases = [cast(_Layer, each).offset for each in (gate_up, down)]
+        biases = [_state(each).offset for each in (gate_up, down)]
         if not self.invariant and isinstance(first, PackedWeight) and isinstance(second, PackedWeight):
             return kernels.packed_experts(
                 x, first, second, weights, expert_ids, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
@@ -170,7 +174,7 @@ class PackedMXFP4(LinearMethod):
 
     def weight(self, layer: Weighted) -> PackedWeight | Tensor:
         """Return the layer's weight: packed, or [E, N, K] in the model's dtype."""
-        own = cast(_Layer, layer)
+        own = _state(layer)
         if own.words is None or own.scales is None:
             assert own.whole is not None
             return own.whole

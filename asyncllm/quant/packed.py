@@ -67,7 +67,7 @@ class Decoded(NamedTuple):
     """int64 [K]: the group of each input feature; None: groups of adjacent features."""
 
 
-class _Layer(Protocol):
+class _State(Protocol):
     """The method's state in a layer."""
 
     words: Tensor
@@ -81,6 +81,10 @@ class _Layer(Protocol):
     """(part, expert) -> tensors of a part of which others are still missing."""
     ordered_parts: dict[int | None, set[str | None]]
     """Expert -> parts stored in the layer's order of input features, until all are."""
+
+
+def _state(layer: Weighted) -> _State:
+    return cast(_State, layer)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class Packed(LinearMethod):
             )
         stack = () if layer.num_experts is None else (layer.num_experts,)
         n, k = layer.out_features, layer.in_features
-        own = cast(_Layer, layer)
+        own = _state(layer)
         own.size = self._size(layer)
         groups, chunks = k // own.size, -(-k // chunk_of(self.stored_bits))
         own.words = frozen_parameter(*stack, chunks, n, PLANE, dtype=torch.int16)
@@ -163,7 +167,7 @@ class Packed(LinearMethod):
         return parts
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        own, (size, columns) = cast(_Layer, layer), layer.whole_shapes[part]
+        own, (size, columns) = _state(layer), layer.whole_shapes[part]
         if suffix == "bias":
             if own.offset is not None:
                 of_expert(own.offset, index)[layer.rows[part]] = layer.own_bias(part, tensor)
@@ -180,13 +184,13 @@ class Packed(LinearMethod):
         return replace(self, invariant=True)
 
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        bias = cast(_Layer, layer).offset
+        bias = _state(layer).offset
         if self.invariant:
             return kernels.linear_invariant(x, natural(self.weight(layer), x.dtype), bias, out=out)
         return kernels.linear_packed(x, self.weight(layer), bias, out=out)
 
     def product_gated(self, layer: Weighted, x: Tensor, activation: Activation) -> Tensor | None:
-        if self.invariant or activation != "silu" or cast(_Layer, layer).offset is not None:
+        if self.invariant or activation != "silu" or _state(layer).offset is not None:
             return None
         return kernels.linear_packed_silu_mul(x, self.weight(layer))
 
@@ -219,7 +223,7 @@ class Packed(LinearMethod):
 
     def weight(self, layer: Weighted) -> PackedWeight:
         """Return the layer's packed weight."""
-        own = cast(_Layer, layer)
+        own = _state(layer)
         return PackedWeight(own.words, own.scales, own.zeros, own.order, self.stored_bits, own.size, layer.in_features)
 
     def _size(self, layer: Weighted) -> int:
@@ -244,7 +248,7 @@ class Packed(LinearMethod):
         return size
 
     def _store(self, layer: Weighted, decoded: Decoded, part: str | None, index: int | None) -> None:
-        own, rows = cast(_Layer, layer), layer.rows[part]
+        own, rows = _state(layer), layer.rows[part]
         codes, scales, zeros, group_of = decoded
         taken, columns = layer.own_rows(part), layer.own_columns()
         if isinstance(taken, Tensor):

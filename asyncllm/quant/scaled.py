@@ -35,7 +35,7 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 _TYPES = {torch.int8: Stored(frozenset({"I8"})), torch.float8_e4m3fn: Stored(frozenset({"F8_E4M3"}))}
 
 
-class _Layer(Protocol):
+class _State(Protocol):
     """The method's state in a layer."""
 
     codes: Tensor
@@ -44,6 +44,10 @@ class _Layer(Protocol):
     input_scales: dict[str | None, float]
     """Scales of the activations of each part. The layer uses the largest."""
     offset: Tensor | None
+
+
+def _state(layer: Weighted) -> _State:
+    return cast(_State, layer)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Scaled(LinearMethod):
                 f"tp: of {whole} input features in blocks of {GROUP} a rank would have {k}. Use a tp that leaves each "
                 f"a multiple of {GROUP}."
             )
-        own = cast(_Layer, layer)
+        own = _state(layer)
         own.codes = frozen_parameter(*stack, n, k, dtype=self.dtype)
         own.scales = frozen_parameter(*stack, -(-k // GROUP) if self.layout == "block" else 1, n, dtype=torch.float32)
         # The scales of each expert's activations are computed from the activations.
@@ -125,7 +129,7 @@ class Scaled(LinearMethod):
         return parts
 
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        own, rows = cast(_Layer, layer), layer.rows[part]
+        own, rows = _state(layer), layer.rows[part]
         taken, columns = layer.own_rows(part), layer.own_columns()
         if suffix == "bias":
             assert own.offset is not None
@@ -155,7 +159,7 @@ class Scaled(LinearMethod):
         return replace(self, invariant=True)
 
     def product(self, layer: Weighted, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        bias = cast(_Layer, layer).offset
+        bias = _state(layer).offset
         if self.invariant:
             return kernels.linear_invariant(x, expand(_weight(layer), x.dtype), bias, out=out)
         return kernels.linear_scaled(x, _weight(layer), bias, out=out)
@@ -164,9 +168,7 @@ class Scaled(LinearMethod):
         return None if self.invariant else _weight(layer).rounding
 
     def product_rounded(self, layer: Weighted, rows: RoundedRows) -> Tensor:
-        return kernels.linear_rounded(
-            rows.codes, rows.scales, _weight(layer), cast(_Layer, layer).offset, dtype=rows.dtype
-        )
+        return kernels.linear_rounded(rows.codes, rows.scales, _weight(layer), _state(layer).offset, dtype=rows.dtype)
 
     def product_gated_rounded(self, layer: Weighted, rows: RoundedRows, activation: Activation) -> Tensor | None:
         weight = _weight(layer)
@@ -235,7 +237,7 @@ def scaled(dtype: torch.dtype, scale: str, tensors: Mapping[str, Header], *, blo
 
 
 def _weight(layer: Weighted) -> ScaledWeight:
-    own = cast(_Layer, layer)
+    own = _state(layer)
     return ScaledWeight(own.codes, own.scales, own.input_scale)
 
 

@@ -7,6 +7,7 @@ import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosed, EngineError, QueueFull
@@ -113,9 +114,9 @@ class TextThreads:
                 job.done.set_exception(error)
                 continue
             self._running.add(running)
-            running.add_done_callback(lambda running, done=job.done: self._finish(running, done))  # type: ignore[misc]
+            running.add_done_callback(partial(self._finish, job.done))
 
-    def _finish(self, running: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
+    def _finish(self, done: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
         self._running.discard(running)
         error = None if running.cancelled() else running.exception()
         if not done.done():
