@@ -238,7 +238,9 @@ def _rewrite_as_legacy(file: Path) -> None:
     if "mamba_n_heads" in config and "layer_types" in config:
         named = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [named[kind] for kind in config["layer_types"]]
-    elif not by_layer and not {"no_rope_layers", "num_dense_layers", "sliding_window_pattern"} & set(config):
+    elif not by_layer and not {"block_size", "no_rope_layers", "num_dense_layers", "sliding_window_pattern"} & set(
+        config
+    ):
         config.pop("layer_types", None)
     _write_json(file, config)
 

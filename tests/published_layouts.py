@@ -3,13 +3,86 @@ reads in other words or not at all."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from tests.layout import Layout
+import torch
+from torch import Tensor, nn
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+from asyncllm.models.config import alibi_slopes
+from tests.layout import Fields, Layout, Tensors
 
 __all__ = ["PUBLISHED"]
 
+
+def _take_published_rates(model: nn.Module) -> None:
+    """MiniMax-Text-01's rotation of half of each head, and rates of forgetting that are ALiBi's slopes."""
+    fields: Any = model.config
+    slopes = torch.tensor(alibi_slopes(fields.num_attention_heads))[:, None, None]
+    rotary = model.get_submodule("model.rotary_emb")
+    frequencies = fields.rope_parameters["rope_theta"] ** -(torch.arange(6) / 6)
+    rotary.inv_freq = torch.cat([frequencies, torch.zeros(6)])
+    for module in model.modules():
+        if isinstance(module, MiniMaxLightningAttention):
+            last = fields.num_hidden_layers - 1
+            module.slope_rate.copy_(slopes * (1 - module.layer_idx / (last + 1e-5) + 1e-5))
+            decays = module.decay_factors(module.slope_rate)
+            for name, decay in zip(("query_decay", "key_decay", "diagonal_decay"), decays, strict=True):
+                getattr(module, name).copy_(decay)
+
+
+def _halves_together(tensors: Tensors, fields: Fields) -> Tensors:
+    """The rotated features of a head in front of the others, where the oracle has them in the front of each half."""
+    order = torch.cat([torch.arange(first, first + 6) for first in (0, 12, 6, 18)])
+
+    def ordered(name: str, tensor: Tensor) -> Tensor:
+        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        return tensor.unflatten(0, (-1, 24))[:, order].flatten(0, 1) if turned else tensor
+
+    derived = ("_decay", "slope_rate")
+    return {name: ordered(name, tensor) for name, tensor in tensors.items() if not name.endswith(derived)}
+
+
+def _stacked_experts(tensors: Tensors) -> Tensors:
+    """The names and experts of Mixtral as transformers has them in memory."""
+    stacked = {
+        name.replace("block_sparse_moe", "mlp"): each for name, each in tensors.items() if ".experts." not in name
+    }
+    for layer in {name.partition(".block_sparse_moe.experts.")[0] for name in tensors if ".experts." in name}:
+        experts = f"{layer}.block_sparse_moe.experts"
+        w1, w2, w3 = (torch.stack([tensors[f"{experts}.{e}.w{part}.weight"] for e in range(6)]) for part in (1, 2, 3))
+        stacked |= {f"{layer}.mlp.experts.gate_up_proj": torch.cat([w1, w3], 1), f"{layer}.mlp.experts.down_proj": w2}
+    return stacked
+
+
+_FACTORS = {
+    **{"full_attn_alpha_factor": 1.7, "full_attn_beta_factor": 0.8},
+    **{"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9},
+    **{"mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.7},
+}
+
 PUBLISHED: dict[str, Layout] = {
+    "minimax_published": Layout(
+        "minimax",
+        "minimax_text_01",
+        "minimax",
+        "MiniMaxText01ForCausalLM",
+        extra={
+            **{"attn_type_list": [0, 1, 0, 0], "rotary_dim": 12, "postnorm": True, "shared_intermediate_size": 0},
+            **{"layernorm_full_attention_alpha": 1.7, "layernorm_full_attention_beta": 0.8},
+            **{"layernorm_linear_attention_alpha": 1.4, "layernorm_linear_attention_beta": 0.9},
+            **{"layernorm_mlp_alpha": 1.2, "layernorm_mlp_beta": 0.7, "sliding_window": None},
+        },
+        dropped=("layer_types", "block_size", *_FACTORS),
+        native={
+            **_FACTORS,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "block_size": 16,
+        },
+        patch=_take_published_rates,
+        rename=_halves_together,
+        oracle=_stacked_experts,
+    ),
     "mimo_v2_flash_published": Layout(
         "mimo_v2_flash",
         "mimo_v2_flash",

@@ -116,7 +116,6 @@ class Attention(Layer):
         """Layers of equal kind share a step's plans."""
 
     def place(self, device: torch.device) -> None:
-        """Move tensors that no checkpoint stores to `device`."""
         if self.slopes:
             self.alibi = torch.tensor(self.slopes, dtype=torch.float32, device=device)
 

@@ -30,6 +30,7 @@ __all__ = [
     "PostNormBlock",
     "SandwichBlock",
     "SandwichParts",
+    "ScaledStreamBlock",
     "SingleBlock",
     "StreamNormBlock",
 ]
@@ -200,6 +201,30 @@ class StreamNormBlock(Block):
         stream, _ = self.attn_norm.add(attended, residual)
         stream, _ = self.mlp_norm.add(self.mlp(stream, step), stream)
         return torch.zeros_like(stream), stream
+
+
+class ScaledStreamBlock(StreamNormBlock):
+    """Norms of the stream before each branch (MiniMax-Text-01): x = norm(x); x = a x + b attn(x), and the same with the
+    MLP. The factors are (a, b)."""
+
+    def __init__(
+        self, *, attn_factors: tuple[float, float], mlp_factors: tuple[float, float], **parts: Unpack[BlockParts]
+    ) -> None:
+        super().__init__(**parts)
+        self.attn_factors, self.mlp_factors = attn_factors, mlp_factors
+
+    def forward(
+        self, branch: Tensor | None, residual: Tensor, step: StepInputs, sampled: SampledRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Block.forward`."""
+        stream = self.attn_norm(residual) if branch is None else self.attn_norm.add(branch, residual)[0]
+        attended = self.attn(stream, step, sampled)
+        if sampled is not None:
+            stream, step = kernels.gather_rows(stream, sampled.indices), sampled.inputs
+        kept, added = self.attn_factors
+        stream, _ = self.mlp_norm.add(attended * added, stream * kept)
+        kept, added = self.mlp_factors
+        return self.mlp(stream, step) * added, stream * kept
 
 
 class SingleBlock(Layer):

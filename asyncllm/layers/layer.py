@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from asyncllm.distributed.group import RankGroup
@@ -37,6 +38,9 @@ class Layer(nn.Module):
 
         Raises UnsupportedModel if its sizes cannot be divided.
         """
+
+    def place(self, device: torch.device) -> None:
+        """Create on `device` what no checkpoint stores. A layer without such tensors has nothing to do."""
 
     def rounding(self, step: Any) -> Rounding | None:
         """Return how the op that produces the layer's input may round it in a step, if the layer takes RoundedRows;

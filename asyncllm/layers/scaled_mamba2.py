@@ -60,7 +60,6 @@ class ScaledMamba2(Mamba2):
         self.multiplier: Tensor | None = None
 
     def place(self, device: torch.device) -> None:
-        """Move tensors that no checkpoint stores to `device`."""
         self.multiplier = torch.cat([torch.full((size,), factor, device=device) for factor, size in self.multipliers])
 
     def _project(self, x: Tensor, step: StepInputs) -> Tensor:

@@ -16,6 +16,7 @@ from asyncllm.layers.block import AnyAttention, AnyBlock, Block, BlockParts, Par
 from asyncllm.layers.cache_spec import CacheSpec
 from asyncllm.layers.chunked_attention import ChunkedAttention
 from asyncllm.layers.embedding import Embedding, OutputEmbedding, PositionEmbedding, TiedOutputEmbedding
+from asyncllm.layers.layer import Layer
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.lora import group_adapters
@@ -23,7 +24,6 @@ from asyncllm.layers.mlp import GatedMLP, PlainMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
-from asyncllm.layers.scaled_mamba2 import ScaledMamba2
 from asyncllm.layers.score_head import ScoreHead
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.step_inputs import Column, SampledRows, StepInputs
@@ -352,5 +352,5 @@ def allocate(tree: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
             kept = owns.get(name, own) if parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=kept, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        if isinstance(module, Attention | ScaledMamba2):
+        if isinstance(module, Layer):
             module.place(device)

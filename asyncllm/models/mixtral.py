@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from asyncllm.kernels import Routing
@@ -11,7 +12,7 @@ from asyncllm.models.expert_rows import stacked_rows
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
-__all__ = ["Mixtral"]
+__all__ = ["Mixtral", "mixtral_experts"]
 
 
 @register(MixtralForCausalLM="Mixtral 8x7B, 8x22B")
@@ -45,13 +46,18 @@ class Mixtral(DecoderLM):
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
         hf.expect("hidden_act", "silu")
-        num_experts = hf.integer("num_local_experts", 8, maximum=MAX_EXPERTS)
         fields = hf.decoder(architecture, max_position=131072, theta=1e6, norm_eps=1e-5)
         fields["windows"] = hf.windows(fields["num_layers"], hf.optional_integer("sliding_window"))
-        experts = ExpertsConfig(
-            layers=frozenset(range(fields["num_layers"])),
-            count=num_experts,
-            size=fields["intermediate_size"],
-            routing=Routing(hf.integer("num_experts_per_tok", 2, maximum=num_experts), renormalize=True),
-        )
-        return ModelConfig(**fields, experts=experts)
+        return ModelConfig(**fields, experts=mixtral_experts(hf, fields))
+
+
+def mixtral_experts(hf: HFConfig, fields: Mapping[str, Any]) -> ExpertsConfig:
+    """Return experts in all layers, according to the file and to `fields`, of `HFConfig.decoder`. Raises
+    InvalidCheckpoint."""
+    count = hf.integer("num_local_experts", 8, maximum=MAX_EXPERTS)
+    return ExpertsConfig(
+        layers=frozenset(range(fields["num_layers"])),
+        count=count,
+        size=fields["intermediate_size"],
+        routing=Routing(hf.integer("num_experts_per_tok", 2, maximum=count), renormalize=True),
+    )

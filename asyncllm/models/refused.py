@@ -178,10 +178,7 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "Kolibri1ForCausalLM": Refused(
         "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
     ),
-    "MiniMaxForCausalLM": Refused("MiniMax-Text-01, M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
-    "MiniMaxM1ForCausalLM": Refused("MiniMax-M1", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MiniMaxM3VLForCausalLM": Refused("MiniMax-M3, text", _INDEX, "MiniMaxM2ForCausalLM"),
-    "MiniMaxText01ForCausalLM": Refused("MiniMax-Text-01", _LIGHTNING, "MiniMaxM2ForCausalLM"),
     "MixFormerSequentialForCausalLM": Refused(
         "the first files of Phi-1, Phi-1.5 and Phi-2", "its tensor names are not supported", "PhiForCausalLM"
     ),

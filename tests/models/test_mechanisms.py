@@ -61,6 +61,9 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
         ("attn", "scale_queries", False, None),
         ("attn.qkv", "value_scale", None, 1.0),
         ("attn", "latent_scale", None, 1.0),
+        ("attn", "log_decay", None, lambda decay: decay if decay is None else 2 * decay),
+        ("layers", "attn_factors", None, (1.0, 1.0)),
+        ("layers", "mlp_factors", None, (1.0, 1.0)),
         ("attn", "alibi", None, None),
         ("attn", "alibi", None, lambda slopes: slopes * 2),
         ("embed", "offset", None, lambda offset: 1 - min(offset, 1)),
@@ -85,6 +88,8 @@ def attributes(model: DecoderLM) -> Iterator[Mechanism]:
 
 def owners_of(model: DecoderLM, place: str) -> list[Any]:
     """The modules at a place: of each layer that has one, or of the model."""
+    if place == "layers":
+        return list(model.layers)
     if not place.startswith("attn"):
         return [getattr(model, place)]
     found = [layer.attn for layer in model.layers]

@@ -21,6 +21,7 @@ from asyncllm.text.replies.marked_json import (
     INTERNLM,
     JAMBA,
     LONGCAT,
+    MINIMAX_M1,
     NEMOTRON_JSON,
     XLAM,
 )
@@ -64,6 +65,7 @@ TOOL_FORMATS = (
     GRANITE_20B_FC,
     JAMBA,
     LONGCAT,
+    MINIMAX_M1,
     NEMOTRON_JSON,
     XLAM,
     APERTUS,
@@ -188,6 +190,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat | None], ...] = (
     (("<|/tool_call|>",), FUNCTOOLS),
     (("<|tool_call|>",), GRANITE),
     (("<tool_call>",), HERMES),
+    (("<tool_calls>", "<beginning_of_sentence>"), MINIMAX_M1),
     (("<tool_calls>",), JAMBA),
     (("<TOOLCALL>",), NEMOTRON_JSON),
     (("<function_call>",), GRANITE_20B_FC),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncllm.text.replies.call_rules import ARGUMENTS, CALLED, NUMBER, shaped
-from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls, read_list
+from asyncllm.text.replies.json_calls import CALL_KEYS, Keys, read_calls, read_list, read_object
 from asyncllm.text.replies.reader import Reader, ToolFormat
 from asyncllm.text.replies.source import Reading
 
@@ -19,6 +19,7 @@ __all__ = [
     "INTERNLM",
     "JAMBA",
     "LONGCAT",
+    "MINIMAX_M1",
     "NEMOTRON_JSON",
     "XLAM",
 ]
@@ -93,6 +94,15 @@ JAMBA = _list("jamba", "<tool_calls>", "</tool_calls>", "\n    ")
 """Jamba 1.5 and later, and Hunyuan-A13B, on one line."""
 NEMOTRON_JSON = _list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>")
 """Llama Nemotron, Nemotron Nano 2."""
+
+MINIMAX_M1 = ToolFormat(
+    "minimax",
+    ("<tool_calls>",),
+    lambda reader, opener: reader.calls(read_object, "</tool_calls>"),
+    inside=("</tool_calls>",),
+    grammars=(shaped("<tool_calls>", CALL, before="\n", between="\n", after="\n</tool_calls>"),),
+)
+"""MiniMax-M1: a call in each line."""
 
 GRANITE_20B_FC = ToolFormat(
     "granite-20b-fc",

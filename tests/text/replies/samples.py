@@ -159,6 +159,13 @@ SAMPLES: dict[str, Sample] = {
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         Said("Sure.", "Hm </th", BOTH),
     ),
+    "minimax m1": Sample(
+        "minimax",
+        "minimax",
+        f'<think>Hm.</think>\nSure.\n<tool_calls>\n{{"name": "weather", "arguments": {ZURICH}}}\n'
+        '{"name": "now", "arguments": {}}\n</tool_calls>',
+        Said("Sure.", "Hm.", BOTH),
+    ),
     "longcat": Sample(
         "longcat",
         "longcat",
