@@ -23,7 +23,7 @@ _PIXELS_PER_TOKEN = 8 * 588
 
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image or a video of a prompt: the input of the vision tower, and the tokens whose embeddings its features
-    replace."""
+    replace. Or such features themselves (`given`)."""
 
     position: int = 0
     """Absolute position of its first token."""
@@ -33,6 +33,9 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of everything that determines the features."""
     pixels: Any
     """A float32 numpy array, in the tower's input format."""
+    given: bool = False
+    """Whether `pixels` are embeddings from the caller [length, hidden], which replace those of the tokens as they
+    are."""
     grid: tuple[int, int] | None = None
     """Rows and columns of its tokens, if they have two-dimensional positions; None: consecutive positions."""
     shares_position: bool = False
@@ -82,6 +85,8 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     def encodings(self) -> Iterator[tuple[int, int]]:
         """Yield, for each input of the tower, the position from which its features are needed and its cost, as the
         number of prompt tokens that take as long to compute."""
+        if self.given:
+            return
         work = int(getattr(self.pixels, "size", 0)) // _PIXELS_PER_TOKEN
         starts = [start for start, _ in self.spans] if self.separate else [0]
         for start in starts:

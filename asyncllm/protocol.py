@@ -331,6 +331,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `SamplingParams.grammar` is honoured; by an executor in other processes only after `TakeVocabulary`."""
     takes_images: bool = False
     """Whether the model has a vision tower, so that `PrefillRow.images` is honoured."""
+    takes_embeddings: bool = False
+    """Whether `PrefillRow.images` may hold embeddings from the caller (`PromptImage.given`)."""
     has_head: bool = True
     """Whether the model has an output embedding. Without one it computes embeddings but no answers."""
     labels: tuple[str, ...] = ()

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from asyncllm.agent.device.streams import upload
 from asyncllm.agent.device.tower_graphs import MAX_CAPTURED_VALUES, TowerGraphs
 from asyncllm.layers.images import image_parts
 from asyncllm.layers.step_inputs import JointTokens
@@ -36,10 +38,12 @@ multiprocessors have no tile in the second wave of a product of 1,024 features; 
 
 class ImageFeatures:
     """Encodes images when a chunk first reaches them, as many at once as fill the device, and caches the most recent
-    features for further chunks and for requests with the same image. Used by the thread that launches steps."""
+    features for further chunks and for requests with the same image. Uploads embeddings from callers chunk by chunk.
+    Used by the thread that launches steps."""
 
-    def __init__(self, tower: VisionTower, max_batch_size: int) -> None:
-        """`max_batch_size`: maximum number of images that the tower encodes at once."""
+    def __init__(self, tower: VisionTower, max_batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`max_batch_size`: maximum number of images that the tower encodes at once. `dtype`: the model's."""
+        self._num_deep, self._dtype, self._device = tower.num_deep, dtype, device
         self._graphs = TowerGraphs(tower) if isinstance(tower, CapturableTower) else None
         self._encode = tower.encode if self._graphs is None else self._graphs.encode
         self._max_batch_size = max_batch_size
@@ -53,10 +57,14 @@ class ImageFeatures:
         if not parts:
             return None
         seen = [part.image.at_placeholder(part.placeholder) for part in parts]
-        missing = {image.digest: image for image in seen if image.digest not in self._cached}
+        missing = {image.digest: image for image in seen if not image.given and image.digest not in self._cached}
         encoded = self._encoded(list(missing.values()))
         found = []
         for image, part in zip(seen, parts, strict=True):
+            if image.given:
+                given = upload(image.pixels[part.first : part.last], self._device).to(self._dtype)
+                found.append(F.pad(given, (0, self._num_deep * given.shape[1])))
+                continue
             features = encoded.get(image.digest)
             if features is None:
                 features = self._cached[image.digest]

@@ -116,8 +116,8 @@ class ModelAgent:
         self._layout = CacheLayout(
             opened.cache_specs, config.tokens_per_block, self._dtype, longest=opened.max_position
         )
-        tower = self.model.vision
-        self._images = None if tower is None else ImageFeatures(tower, config.vision_max_batch_size)
+        tower, most = self.model.vision, config.vision_max_batch_size
+        self._images = None if tower is None else ImageFeatures(tower, most, self._dtype, self._device)
         self._in_group = group is not None
         """Whether other ranks take part in each step, so that this rank must not change how it is computed."""
         # A whole batch may end while the next one is already in flight in other slots.
@@ -180,7 +180,7 @@ class ModelAgent:
         self._captured_features: Tensor | None = None
         """[tokens, width]: where captured steps read image features; None if steps with images are not captured."""
         # A graph cannot depend on the number of image tokens, as image-specific weights in the layers do.
-        if vision is not None and tower is not None and vision.image_rows is None:
+        if tower is not None and (vision is None or vision.image_rows is None):
             self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
 
     def _allocate_pool(self, num_blocks: int) -> None:

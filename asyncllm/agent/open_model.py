@@ -21,6 +21,7 @@ from asyncllm.layers.quantized_cache import quantized
 from asyncllm.models.build import open_model
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.given_embeddings import take_embeddings
 from asyncllm.models.plugins import load_plugins
 from asyncllm.models.registry import ModelOptions, read_config
 from asyncllm.models.unread_overrides import refuse_unread
@@ -64,7 +65,8 @@ class OpenedModel(NamedTuple):
         records the duration.
 
         Raises ModelError if the checkpoint cannot be loaded, UnsupportedFeature if the model or the device does not
-        support `batch_invariant` or the cache that `quant_policy` asks for, and InvalidParameter if `session_len`
+        support `batch_invariant`, `enable_prompt_embeds` or the cache that `quant_policy` asks for, and
+        InvalidParameter if `session_len`
         exceeds positions that cannot be extended or the device does not support this block size.
         """
         options: ModelOptions = {
@@ -94,6 +96,8 @@ class OpenedModel(NamedTuple):
             model = open_model(
                 path, dtype=dtype, device=device, group=group, by_expert=by_expert, accept=accept, **options
             )
+        if config.enable_prompt_embeds:
+            take_embeddings(model)
         set_threads(config, model, device)
         if group is not None:
             rows, row_bytes = config.prefill_budget + config.max_batch_size, model.config.hidden_size * dtype.itemsize
@@ -126,6 +130,7 @@ class OpenedModel(NamedTuple):
             hidden_size=config.hidden_size,
             takes_grammars=config.has_head,
             takes_images=config.vision is not None,
+            takes_embeddings=self.model.takes_embeddings,
             has_head=config.has_head,
             labels=config.labels,
             num_slots=num_slots,

@@ -162,6 +162,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Meta(description="JSON file of user groups and quotas, in LMDeploy's format; None: all users are equal."),
     ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of shared prompt prefixes.")] = True
+    enable_prompt_embeds: Annotated[
+        bool,
+        Meta(
+            description="Take embeddings instead of tokens in prompts (input_embeddings, and prompt_embeds of "
+            "/v1/completions). Embeddings of a wrong model give senseless answers, and a prompt takes its width times "
+            "as much memory as token ids."
+        ),
+    ] = False
     batch_invariant: Annotated[
         bool,
         Meta(

@@ -191,10 +191,16 @@ class AsyncEngine:
         do_preprocess: bool = True,
         adapter_name: str | None = None,
         input_ids: Sequence[int] | None = None,
+        input_embeddings: Any = None,
+        input_embedding_ranges: Any = None,
         stream_response: bool = True,
         **options: Unpack[RequestKeywords],
     ) -> Generation:
         """Answer a prompt (str), a conversation (messages) or token ids. Iterate the result for chunks, or await it.
+
+        With `EngineConfig.enable_prompt_embeds`, `input_embeddings` may be the prompt: an array [tokens, hidden] of
+        numpy or torch, as transformers' `inputs_embeds`. Or a list of such arrays for the places in `input_ids` that
+        `input_embedding_ranges` lists as (start, end); the ids there only count for penalties.
 
         `session_id` with `sequence_end=False` keeps the conversation. A later call with the same `session_id` and
         `sequence_start=False` continues it after its first `step` tokens, or after all of them if `step` is 0.
@@ -205,6 +211,8 @@ class AsyncEngine:
         call = Call(
             prompt=messages,
             input_ids=input_ids,
+            input_embeddings=input_embeddings,
+            input_embedding_ranges=input_embedding_ranges,
             config=gen_config,
             session_id=session_id,
             sequence_start=sequence_start,

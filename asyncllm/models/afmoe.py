@@ -31,6 +31,7 @@ class Afmoe(DecoderLM):
             "model.layers.{i}.mlp.expert_bias": "layers.{i}.mlp.correction:bias",
         }
     )
+    scales_images = True
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "afmoe",
         "vocab_size": 320,

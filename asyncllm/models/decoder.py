@@ -68,7 +68,7 @@ class DecoderLM(nn.Module):
     norm_class: ClassVar[type[Norm]] = RMSNorm
     """Class of the norms around layers."""
     scales_images: ClassVar[bool] = False
-    """Whether the embeddings' scale applies to image features too."""
+    """Whether the embeddings' scale applies to image features and embeddings from callers too."""
     tiny: ClassVar[dict[str, Any]]
     """Entries of a config.json with every feature of the family switched on, small enough for tests."""
 
@@ -90,6 +90,8 @@ class DecoderLM(nn.Module):
         """One per entry of the config's `ropes`."""
         self.scheme: Scheme | None = None
         """How the weights in the checkpoint are quantized."""
+        self.takes_embeddings = False
+        """Whether prompts may hold embeddings instead of tokens. Written by `take_embeddings`."""
         self.expanded_modules: Set[str] = frozenset()
         """The checkpoint's modules that are expanded as they are read, although a method could multiply them."""
 
@@ -218,6 +220,11 @@ class DecoderLM(nn.Module):
         if config is None:
             return None
         return ScoreHead(self.config.hidden_size, config.num_labels, inner=config.inner, bias=config.bias)
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """Whether layers look up further things by token id."""
+        return False
 
     @property
     def stream_size(self) -> int:

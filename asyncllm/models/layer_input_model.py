@@ -89,6 +89,10 @@ class LayerInputLM(DecoderLM):
                 config.hidden_size, config.num_layers, size, vocab_size=config.layer_input_tokens, norm=norm
             )
 
+    @property
+    def reads_token_ids(self) -> bool:
+        return self.layer_inputs is not None
+
     def place(self, step: StepInputs) -> None:
         super().place(step)
         if self.layer_inputs is not None and step.layer_inputs is None:

@@ -66,7 +66,8 @@ class Service:
         """Maximum size of a request body in bytes."""
         if self.config.max_body_bytes is not None:
             return self.config.max_body_bytes
-        return MAX_BODY_WITH_IMAGES if self.engine.limits.takes_images else MAX_BODY
+        limits = self.engine.limits
+        return MAX_BODY_WITH_IMAGES if limits.takes_images or limits.takes_embeddings else MAX_BODY
 
     def _check_engine(self) -> None:
         """Raise ApiError 503 while the engine restarts or the model sleeps, and EngineError."""

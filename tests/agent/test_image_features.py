@@ -20,11 +20,15 @@ from asyncllm.vl.tower import CapturableTower
 from tests.vl.checkpoints import folder_of, picture
 
 
+def opened(tower: Any, most: int) -> ImageFeatures:
+    return ImageFeatures(tower, most, torch.float32, torch.device("cpu"))
+
+
 def batches_of(most: int, *sizes: int) -> list[list[int]]:
     """Return the sizes of images that are encoded together."""
-    tower: Any = SimpleNamespace(encode=None)
+    tower: Any = SimpleNamespace(encode=None, num_deep=0)
     images: Any = [SimpleNamespace(pixels=SimpleNamespace(size=size)) for size in sizes]
-    return [[image.pixels.size for image in batch] for batch in ImageFeatures(tower, most)._batches(images)]
+    return [[image.pixels.size for image in batch] for batch in opened(tower, most)._batches(images)]
 
 
 def test_batches_have_so_many_images_and_pixels() -> None:
@@ -53,8 +57,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     size = 4 * 8 * 4
     monkeypatch.setattr(image_features, "MAX_CACHED_BYTES", 3 * size)
-    tower: Any = SimpleNamespace(encode=encode)
-    features = ImageFeatures(tower, 2)
+    tower: Any = SimpleNamespace(encode=encode, num_deep=0)
+    features = opened(tower, 2)
     for number in (1, 2, 3, 1, 4):
         features.of_step(step_of(number))
     assert encoded == [b"\1", b"\2", b"\3", b"\4"]
@@ -66,6 +70,30 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert features._num_bytes == sum(each.nbytes for each in features._cached.values()) == 3 * size
     features.clear()
     assert features._num_bytes == 0
+
+
+def test_embeddings_from_callers_are_neither_encoded_nor_kept() -> None:
+    """A chunk gets its own rows. Beside features for several layers they add nothing to the later ones."""
+
+    def encode(images: Any) -> list[torch.Tensor]:
+        return [torch.full((2, 12), 7.0) for _ in images]
+
+    values = np.arange(20, dtype=np.float32).reshape(5, 4)
+    given = PromptImage(position=1, length=5, digest=b"given", pixels=values, given=True)
+    image = PromptImage(position=0, length=2, digest=b"image", pixels=np.zeros(1, np.float32))
+    rows = [
+        PrefillRow(slot=0, tokens=[5] * 3, position=3, sample=False, images=[given]),
+        PrefillRow(slot=1, tokens=[5] * 2, position=0, sample=False, images=[image]),
+    ]
+    tower: Any = SimpleNamespace(encode=encode, num_deep=2)
+    features = opened(tower, 2)
+    joined = features.of_step(Batch(step=0, starts=[], new_blocks=[], copies=[], decode=[], prefill=rows))
+    assert joined is not None
+    assert joined[:3, :4].tolist() == values[2:5].tolist()
+    assert not joined[:3, 4:].any()
+    assert (joined[3:] == 7).all()
+    assert list(features._cached) == [b"image"]
+    assert not list(given.encodings())
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl", "glm4v", "gemma3", "idefics3", "llama4"])

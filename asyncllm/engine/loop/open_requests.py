@@ -217,8 +217,9 @@ def _unsent(sequence: Sequence) -> Chunk:
         history_token_len=request.history_len,
         cached_token_len=request.cached_tokens,
     )
-    if request.images:
-        chunk.num_images, chunk.image_token_len = len(request.images), request.image_tokens
+    if request.image_tokens:
+        chunk.num_images = sum(not image.given for image in request.images)
+        chunk.image_token_len = request.image_tokens
     answer.complete(chunk)
     if sequence.index == 0 and answer.num_sent == 0 and request.prompt_logprobs_asked is not None:
         chunk.prompt_logprobs = [None, *(dict(entry) for entry in request.prompt_logprobs)]

@@ -49,8 +49,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     purpose: Purpose = "answer"
     prompt: Any = None
-    """A text or messages; None if `input_ids` are given."""
+    """A text or messages; None if `input_ids` or `input_embeddings` are given."""
     input_ids: Sequence[int] | None = None
+    input_embeddings: Any = None
+    """See `placed_embeddings`, as for the next one."""
+    input_embedding_ranges: Any = None
     config: GenerationConfig | None = None
     options: RequestKeywords = {}
     do_preprocess: bool = True
@@ -87,7 +90,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def renders(self) -> bool:
         """Whether the chat template writes part of the prompt."""
-        return self.do_preprocess and self.input_ids is None
+        return self.do_preprocess and self.input_ids is None and self.input_embeddings is None
 
 
 EMPTY_HISTORY = History([], [])
@@ -176,10 +179,38 @@ class InputProcessor:
         policy = self._policy(options)
         if call.purpose == "answer":
             check_one_prompt(call.prompt, call.input_ids)
+            self._check_embeddings(call)
         config = checked(GenerationConfig, call.config, "gen_config")
         if call.step and not call.is_turn:
             raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
         return _CheckedCall(config, options, policy, adapter, encoder)
+
+    def _check_embeddings(self, call: Call) -> None:
+        """Raise InvalidRequest for embeddings where there can be none."""
+        if call.input_embeddings is None:
+            if call.input_embedding_ranges is not None:
+                raise InvalidParameter(
+                    "input_embedding_ranges are the places of input_embeddings, and there are none. Pass them too.",
+                    "input_embedding_ranges",
+                )
+            return
+        if call.prompt is not None:
+            raise InvalidParameter(
+                "The prompt is given twice, as messages and as input_embeddings. Pass one, or input_ids with "
+                "input_embedding_ranges.",
+                "input_embeddings",
+            )
+        if call.is_turn:
+            raise UnsupportedFeature(
+                "input_embeddings are not for sessions, whose history is texts. Pass the whole conversation as "
+                "input_ids with input_embedding_ranges.",
+                "input_embeddings",
+            )
+        if call.config is not None and call.config.prompt_logprobs is not None:
+            raise UnsupportedFeature(
+                "prompt_logprobs are those of the prompt's tokens, and input_embeddings have none. Leave it out.",
+                "prompt_logprobs",
+            )
 
     def encoder_for(self, adapter_name: str | None) -> PromptEncoder:
         """Return the prompt encoder for an adapter, or for the model itself. Raises InvalidParameter."""
@@ -221,6 +252,10 @@ class InputProcessor:
         self, call: Call, valid: _CheckedCall, past: History
     ) -> tuple[list[int], Sequence[PromptImage]]:
         """Return the token ids of history and prompt, and the images in them. Raises InvalidRequest, EngineError."""
+        if call.input_embeddings is not None:
+            return await self._encoder.given_embeddings(
+                call.input_embeddings, call.input_embedding_ranges, call.input_ids
+            )
         if call.prompt is None and (call.input_ids is not None or call.purpose != "answer"):
             name = "prompts" if call.purpose == "embedding" else "input_ids"
             return past.token_ids + await self._encoder.given_ids(call.input_ids, name), past.images
@@ -262,6 +297,7 @@ class InputProcessor:
         """
         self._check_prompt(call, prompt_ids)
         encoder, config = self._encoder, valid.config
+        has_images = any(not image.given for image in images)
         answered = call.purpose == "answer"
         room = encoder.room(len(prompt_ids), 1 if answered else 0)
         self._next_id += 1
@@ -285,7 +321,7 @@ class InputProcessor:
             prompt_logprobs=0 if call.purpose == "scores" else config.prompt_logprobs,
             output_logits=call.purpose == "logits",
             policy=valid.policy,
-            adapter=self._image_adapter() if images and valid.adapter is None else valid.adapter,
+            adapter=self._image_adapter() if valid.adapter is None and has_images else valid.adapter,
             pooling=call.pooling,
             images=images,
         )

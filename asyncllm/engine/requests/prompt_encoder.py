@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from asyncllm.config import EngineConfig, RequestOptions
 from asyncllm.engine.cache.block_groups import pool_tokens
+from asyncllm.engine.requests.embedded_prompt import num_values, placed_embeddings
 from asyncllm.engine.requests.image_input import ImageInput
 from asyncllm.engine.requests.split_answer import Splitter
 from asyncllm.engine.requests.text_threads import TextThreads
@@ -34,6 +35,9 @@ INLINE_SIZE = 4096
 
 IDS_PER_CHARACTER = 16
 """Token ids that take as long to check as a character takes to encode."""
+
+VALUES_PER_CHARACTER = 64
+"""Numbers of embeddings that take as long to copy, check and hash as a character takes to encode."""
 
 PART_SIZE = 64
 """Characters that take as long to encode as a message, part or field takes to render."""
@@ -70,6 +74,7 @@ class PromptEncoder:
         self.template = template
         self.vocab_size = limits.vocab_size
         adapted = None if images is None else images.processor
+        self._embedding_size = limits.hidden_size if limits.takes_embeddings else 0
         self.image_adapter = adapted.adapter_name if isinstance(adapted, AdaptedProcessor) else None
         """Name of the adapter for prompts with images, in a family that has one."""
         self.session_len = min(limits.max_position, config.session_len or limits.max_position)
@@ -193,6 +198,21 @@ class PromptEncoder:
         await self.gate.enter()
         size = len(token_ids) if isinstance(token_ids, Sequence) else 0
         return await self.offload(lambda: self.check_token_ids(token_ids, name), size // IDS_PER_CHARACTER)
+
+    async def given_embeddings(
+        self, embeddings: Any, ranges: Any, token_ids: Sequence[int] | None
+    ) -> tuple[list[int], Sequence[PromptImage]]:
+        """Return `placed_embeddings`, run in a thread for many. Raises InvalidParameter, UnsupportedFeature."""
+        if not self._embedding_size:
+            raise UnsupportedFeature(
+                "input_embeddings: the engine takes no embeddings instead of tokens. Start it with "
+                "enable_prompt_embeds=True.",
+                "input_embeddings",
+            )
+        ids = None if token_ids is None else await self.given_ids(token_ids)
+        await self.gate.enter()
+        size = num_values(embeddings) // VALUES_PER_CHARACTER
+        return await self.offload(lambda: placed_embeddings(embeddings, ranges, ids, self._embedding_size), size)
 
     async def turn_ids(
         self,

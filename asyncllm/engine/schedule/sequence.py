@@ -125,7 +125,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self.images = images
         """Images of the prompt, in order. Kept to the end, because a preempted prompt is recomputed."""
-        self.image_tokens = sum(image.num_features for image in images)
+        self.image_tokens = sum(image.num_features for image in images if not image.given)
         """Number of prompt tokens that stand for images."""
         self.named_stop_ids = named_stop_ids
         """Stop ids named by the caller, which are reported as `stop_reason`."""

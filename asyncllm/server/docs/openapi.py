@@ -349,6 +349,8 @@ def _describe(schema: Schema, kind: type[msgspec.Struct], service: Service) -> N
         if "top_logprobs" in properties:
             schema["allOf"].append(_only_with("top_logprobs", {"minimum": 1, "type": "integer"}, "logprobs"))
         if issubclass(kind, CompletionRequest):
+            if not service.engine.limits.takes_embeddings:
+                schema["required"] = ["prompt", *schema.get("required", ())]
             properties["max_tokens"]["default"] = COMPLETION_TOKENS
             _alternative(properties["max_tokens"], "integer")["minimum"] = 0
             schema["allOf"].append(_only_with("max_tokens", {"const": 0}, "echo"))
@@ -401,7 +403,9 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
         if name == "messages" and "string" in (each["type"] for each in field.get("anyOf", ())):
             _alternative(field, "string")["minLength"] = 1
             field["description"] = "The conversation; a text is one user message."
-    elif hint == Prompt:
+    elif name == "prompt_embeds" and not limits.takes_embeddings:
+        field["anyOf"] = [{"type": "null"}]
+    elif hint == Prompt or (name == "prompt" and hint == Prompt | None):
         text: Schema = {"type": "string", "minLength": 1}
         tokens: Schema = {"type": "array", "items": token, "minItems": 1}
         several: Schema = {"type": "array", "minItems": 1, "maxItems": config.max_prompts}

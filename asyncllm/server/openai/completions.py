@@ -20,6 +20,7 @@ from asyncllm.server.openai.answers import (
     prompt_logprobs_of,
 )
 from asyncllm.server.openai.inputs import kept_tokens, prompts_of, truncated
+from asyncllm.server.openai.prompt_embeds import prompt_embeds_of
 from asyncllm.server.openai.requests import CompletionRequest
 from asyncllm.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprob
 from asyncllm.server.request.arguments import completion_config, label_of, request_options
@@ -38,7 +39,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_request(request, CompletionRequest)
     config = completion_config(body, service.config, service.defaults)
-    prompts = prompts_of(body.prompt, service.config, "prompt")
+    embeds = await prompt_embeds_of(service, body)
+    prompts = prompts_of(body.prompt, service.config, "prompt") if body.prompt or not embeds else []
     inputs: Any = prompts
     if body.suffix:
         if body.echo:
@@ -55,12 +57,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
     options = request_options(request, body)
     identity = AnswerIdentity("cmpl-", body.model or service.engine.model_name, body.request_id or body.rid)
     generations = []
-    for index, prompt in enumerate(inputs):
+    prompts = [*([] for _ in embeds), *prompts]
+    for index, prompt in enumerate([*embeds, *inputs]):
         generation = service.engine.generate(
             prompt if isinstance(prompt, str) else None,
             config,
             do_preprocess=False,
-            input_ids=None if isinstance(prompt, str) else prompt,
+            input_ids=prompt if isinstance(prompt, list) else None,
+            input_embeddings=prompt if index < len(embeds) else None,
             session_id=label_of(request, body.session_id, body.request_id or body.rid),
             stream_response=bool(body.stream),
             adapter_name=service.adapter_of(body.model),

@@ -49,8 +49,10 @@ def truncated(body: Truncation, ids: list[int], kept: int | None) -> list[int]:
     return ids[:kept] if body.truncation_side == "right" else ids[-kept:]
 
 
-def prompts_of(prompt: Prompt, config: ServerConfig, name: str) -> list[str | list[int]]:
+def prompts_of(prompt: Prompt | None, config: ServerConfig, name: str) -> list[str | list[int]]:
     """Return the prompts of a request, each as text or token ids. Raises ApiError."""
+    if prompt is None:
+        raise ApiError(400, f"The parameter {name!r} is missing.", code="missing_required_parameter", param=name)
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(each) for each in prompt}

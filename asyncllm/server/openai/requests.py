@@ -140,7 +140,10 @@ class ChatRequest(OpenAIFields, kw_only=True):
 class CompletionRequest(OpenAIFields, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Prompt
+    prompt: Prompt | None = None
+    """Needed unless there are `prompt_embeds`, after which its choices come."""
+    prompt_embeds: str | list[str] | None = None
+    """Prompts of embeddings instead of tokens: tensors [tokens, hidden], saved by torch.save, in base64 (vLLM's)."""
     suffix: str | None = None
     """The text after the requested one, for models that were trained to fill in."""
     echo: bool | None = None

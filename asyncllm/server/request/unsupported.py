@@ -134,7 +134,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "length_penalty": Unsupported("vLLM", (1.0,), _BEAMS),
     "logprob_token_ids": Unsupported("vLLM", (), "The most likely tokens are listed. Send top_logprobs instead."),
     "logits_processors": Unsupported("vLLM", ([],), _CODE),
-    "prompt_embeds": Unsupported("vLLM", (), "Prompts are texts or token ids."),
+    "prompt_embeds": Unsupported("vLLM", (), "Only /v1/completions takes embeddings instead of tokens."),
     "repetition_detection": Unsupported("vLLM", (), _LOOPS),
     "return_mm_kwargs": Unsupported("vLLM", (True, False), _RENDERED),
     "finished_reason": Unsupported("LMDeploy, SGLang", (), _ABORTED),
