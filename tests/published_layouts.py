@@ -62,6 +62,14 @@ _FACTORS = {
 }
 
 PUBLISHED: dict[str, Layout] = {
+    "bailing_hybrid_published": Layout(
+        "bailing_hybrid",
+        "bailing_hybrid",
+        "bailing_hybrid",
+        "BailingMoeV3ForCausalLM",
+        extra={"kda_safe_gate": False, "rms_norm_eps": 1e-3},
+        dropped=("attention_bias", "kda_lower_bound"),
+    ),
     "minimax_published": Layout(
         "minimax",
         "minimax_text_01",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from asyncllm import kernels
@@ -14,7 +16,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.step_inputs import SampledRows, StepInputs
 
-__all__ = ["LatentAttention"]
+__all__ = ["GatedLatentAttention", "LatentAttention"]
 
 EXPANDED_BYTES = 2**29
 """Maximum memory for expanded keys and values of prompts: contexts of 65,536 tokens at 16 heads of 256 16-bit
@@ -232,3 +234,21 @@ class LatentAttention(Layer):
             max_q_len=step.max_q_len,
             invariant=step.batch_invariant,
         )
+
+
+class GatedLatentAttention(LatentAttention):
+    """Like `LatentAttention`; each head's output is multiplied by the sigmoid of a product of x (Ling 3.0)."""
+
+    def __init__(self, layer: int, hidden_size: int, **sizes: Any) -> None:
+        super().__init__(layer, hidden_size, **sizes)
+        self.gate = Linear(hidden_size, self.num_heads, shard="column")
+
+    def forward(self, x: Tensor, step: StepInputs, sampled: SampledRows | None = None) -> Tensor:
+        step = step.of_layer(self.layer)
+        cache: LatentKV = step.caches[self.layer]
+        q = self._project(x, self._compressed(x, step), step, cache)
+        q, step = self._of_sampled(q, step, sampled)
+        rows = x if sampled is None else kernels.gather_rows(x, sampled.indices)
+        gates = kernels.sigmoid(self.gate(rows, step).float()).to(x.dtype)
+        out: Tensor = self.out((self._attend(q, step, cache) * gates[..., None]).flatten(1), step)
+        return out

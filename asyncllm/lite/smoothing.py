@@ -18,7 +18,7 @@ from asyncllm.layers.block import AnyBlock, ParallelBlock, PostNormBlock, Single
 from asyncllm.layers.delta_net import GatedDeltaNet
 from asyncllm.layers.gated_attention import HeadGatedAttention
 from asyncllm.layers.joint_mixers import JointMixers
-from asyncllm.layers.latent_attention import LatentAttention
+from asyncllm.layers.latent_attention import GatedLatentAttention, LatentAttention
 from asyncllm.layers.linear_method import Weighted, of_expert
 from asyncllm.layers.mamba2 import GroupedNorm, Mamba2
 from asyncllm.layers.mlp import GatedMLP, PlainMLP
@@ -195,6 +195,8 @@ def _attention_consumers(attention: nn.Module | None) -> tuple[Matrix, ...]:
         case LatentAttention():
             index = attention.index if isinstance(attention, SparseLatentAttention) else None
             more = () if index is None else (Matrix(index.k), Matrix(index.weights))
+            if isinstance(attention, GatedLatentAttention):
+                more = (*more, Matrix(attention.gate))
             q = attention.q if attention.q_down is None else attention.q_down
             return (Matrix(q), Matrix(attention.kv_down), *more)
         case HeadGatedAttention():

@@ -126,7 +126,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     ),
     "AXK1ForCausalLM": Refused("A.X K1", "norms after its experts are not implemented", "DeepseekV3ForCausalLM"),
     "AXK2ForCausalLM": Refused("A.X K2", _INDEX, "DeepseekV32ForCausalLM"),
-    "BailingHybridForCausalLM": Refused("Ling and Ring 2.5", _LIGHTNING, "Qwen3NextForCausalLM"),
     "BeamForCausalLM": Refused(
         "Beam 501B-A23B", "its weighting of the residual stream by depth is not implemented", "AfmoeForCausalLM"
     ),

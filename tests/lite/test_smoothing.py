@@ -86,6 +86,7 @@ FAMILIES = {
 
 KINDS_OF_LAYERS = {
     "deepseek_v32": 18,  # an index, which reads the norm and the bottleneck of queries; an MLP, then experts
+    "bailing_hybrid": 40,  # delta nets, and latent attention with gates of heads, which read the norm too
     "longcat_flash": 30,  # two attentions and MLPs, of whose norms some experts return one's features themselves
     "nemotron_h": 8,  # single branches: Mamba-2, attention with values, and MLPs
     "olmo_hybrid": 18,  # gated delta nets behind norms, attention before norms
@@ -94,7 +95,7 @@ KINDS_OF_LAYERS = {
 }
 """Groups of a model whose layers differ."""
 
-STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj")
+STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj", "f_proj")
 """What decides how long a state is kept."""
 
 CHOICES = ("classifier", "gate", "weights_proj")
@@ -126,6 +127,7 @@ def test_a_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
     [
         *("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "qwen3_next", "nemotron_h_experts"),
         *("gpt_oss", "llama4", "dbrx", "gemma4_26b", "kimi_linear", "lara_mini"),
+        *("mimo_v2_flash", "minimax"),
     ],
 )
 def test_experts_and_routers_take_part(family: str, tmp_path: Path) -> None:

@@ -190,8 +190,9 @@ def folder_of(case: Case) -> Path:
     """Built once per process and removed when it ends."""
     folder = Path(mkdtemp(prefix="asyncllm-"))
     atexit.register(rmtree, folder, ignore_errors=True)
-    if case.family in ("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
-        _take_delta_rule_by_token(case.family)
+    family = LAYOUTS[case.family].family if case.family in LAYOUTS else case.family
+    if family in ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        _take_delta_rule_by_token(family)
     return build_checkpoint(case.family, folder, legacy=case.legacy, **case.overrides)
 
 
@@ -200,7 +201,7 @@ def _take_delta_rule_by_token(family: str) -> None:
     solves for all of a chunk at once, and rounds more."""
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
     chunk, recurrent = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-    if family == "kimi_linear":
+    if family in ("bailing_hybrid", "kimi_linear"):
         chunk, recurrent = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
     setattr(modeling, chunk, getattr(modeling, recurrent))
 

@@ -106,7 +106,7 @@ IN_MEMORY = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie_moe", "exaone_moe", "flex_olmo", "flint"),
     *("gpt_neox", "lfm3"),
     *("glm4_moe", "granite_hybrid", "granite_moe", "hunyuan_moe", "hy_v3", "jamba", "kimi_linear", "laguna"),
-    *("mimo_v2_flash", "minimax"),
+    *("bailing_hybrid", "mimo_v2_flash", "minimax"),
     *("lfm2_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
 )
 
@@ -142,3 +142,9 @@ def test_classes_of_other_families_in_files_of_transformers(tmp_path: Path, fami
     file.write_text(json.dumps({**fields, "architectures": [written]}))
     model = open_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert [model.config.architecture] == own
+
+
+@pytest.mark.parametrize("bound", [0, 5.0, "-5", True])
+def test_bounds_of_ling_that_are_none(tmp_path: Path, bound: Any) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"kda_lower_bound = .*, where a number below 0 belongs"):
+        read(tmp_path, {"kda_lower_bound": bound}, tiny("BailingHybridForCausalLM"))
