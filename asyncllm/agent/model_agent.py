@@ -12,14 +12,13 @@ returns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.agent.cache.host_pool import MIN_COPIED_TOKENS, BlockTransfers, allocate_host_pool, staging_bytes
@@ -27,16 +26,15 @@ from asyncllm.agent.cache.layout import CacheLayout
 from asyncllm.agent.cache.pool import allocate_pool, host_blocks, pool_blocks
 from asyncllm.agent.device.graphs import StepGraphs, bucket_sizes, smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT, Streams, upload
-from asyncllm.agent.image_features import ImageFeatures, joint_tokens
+from asyncllm.agent.image_features import ImageFeatures
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep, abandon
-from asyncllm.agent.prompt_outputs import PooledHidden, PromptScores
 from asyncllm.agent.sampling.sampler import Sampler
 from asyncllm.agent.sleep import ModelPlacement
 from asyncllm.agent.step.fixed_rows import FixedRows
 from asyncllm.agent.step.graph_sizes import LARGEST_MIXED, MixedSize, mixed_sizes
-from asyncllm.agent.step.split_step import compute_in_parts
-from asyncllm.agent.step.tables import SlotTables, StepTensors
+from asyncllm.agent.step.mixed_steps import MixedSteps
+from asyncllm.agent.step.tables import SlotTables
 from asyncllm.agent.warm_up import (
     CapturedPart,
     largest_step,
@@ -48,7 +46,7 @@ from asyncllm.agent.warm_up import (
 from asyncllm.config import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, PrefillRow, StartTimes, StepOutput, SwapPlan
+from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, StartTimes, StepOutput, SwapPlan
 
 __all__ = ["ModelAgent"]
 
@@ -67,11 +65,6 @@ _SAMPLE_LISTS = "sample from lists"
 
 _ADAPTED = {_FORWARD: "forward with adapters", _MIXED: "mixed with adapters"}
 """The same parts for steps in which a token has an adapter, so that adapters cost other steps nothing."""
-
-OUT_OF_MEMORY = (
-    "The device had no memory left to compute or score this prompt, even in parts. Lower max_prefill_token_num or "
-    "cache_max_entry_count."
-)
 
 
 class ModelAgent:
@@ -174,14 +167,16 @@ class ModelAgent:
         self.sampler = Sampler(num_slots, self.model.config.vocab_size, self._device, group=opened.group)
         self._fixed_rows = FixedRows(self.model, self._tables, self.sampler, max_rows=max_rows, dtype=self._dtype)
         self._no_flags = torch.zeros(0, dtype=torch.int32, device=self._device)
-        max_tokens = max((size.tokens for size in self._mixed_sizes), default=0)
-        self._residual = torch.zeros(max_tokens, self.model.stream_size, dtype=self._dtype, device=self._device)
-        vision, tower = self.model.config.vision, self.model.vision
-        self._captured_features: Tensor | None = None
-        """[tokens, width]: where captured steps read image features; None if steps with images are not captured."""
-        # A graph cannot depend on the number of image tokens, as image-specific weights in the layers do.
-        if tower is not None and (vision is None or vision.image_rows is None):
-            self._captured_features = torch.cat([self._residual] * (1 + tower.num_deep), 1)
+        self._mixed = MixedSteps(
+            self.model,
+            self._tables,
+            self.sampler,
+            self._images,
+            max_tokens=max((size.tokens for size in self._mixed_sizes), default=0),
+            dtype=self._dtype,
+            in_group=self._in_group,
+            repeatable=not self._in_group and not self._layout.keeps_state,
+        )
 
     def _allocate_pool(self, num_blocks: int) -> None:
         """Allocate the KV pool, and make each layer's cache over it."""
@@ -257,14 +252,14 @@ class ModelAgent:
         """Return the parts of steps to capture, with their sizes."""
         fixed = self._fixed_rows
         parts = [
-            CapturedPart(_MIXED, self._mixed_residual, self._mixed_sizes, self._tables.empty_mixed),
+            CapturedPart(_MIXED, self._mixed.compute_residual, self._mixed_sizes, self._tables.empty_mixed),
             CapturedPart(_FORWARD, fixed.compute, self._decode_sizes),
             CapturedPart(_SAMPLE, fixed.draw, self._decode_sizes, replayed=not self._in_group),
         ]
         if self._in_group:
             parts += [CapturedPart(_SAMPLE_LISTS, partial(fixed.draw, lists=True), self._decode_sizes)]
         if self._placement.adapters is not None:
-            mixed, forward = partial(self._mixed_residual, adapted=True), partial(fixed.compute, adapted=True)
+            mixed, forward = partial(self._mixed.compute_residual, adapted=True), partial(fixed.compute, adapted=True)
             parts += [replace(parts[0], name=_ADAPTED[_MIXED], launch=mixed)]
             parts += [replace(parts[1], name=_ADAPTED[_FORWARD], launch=forward)]
         return parts
@@ -417,19 +412,6 @@ class ModelAgent:
 
         self._sample_when_possible(pending, sample)
 
-    def _mixed_residual(self, size: MixedSize, *, adapted: bool = False) -> None:
-        """Compute all layers but the last of a step with prompt tokens. Captured."""
-        inputs = self._tables.mixed_inputs(size, adapted=adapted)
-        inputs.image_features = self._captured_features
-        self.model.before_last(inputs, self._residual[: size.tokens])
-
-    def _replay_mixed(self, step: StepTensors, graphs: StepGraphs) -> None:
-        """Replay the captured part of a step whose inputs have been uploaded."""
-        features, room = step.inputs.image_features, self._captured_features
-        if features is not None and room is not None:
-            room[: len(features), : features.shape[1]].copy_(features)
-        graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
-
     def _launch_mixed(self, batch: Batch, pending: PendingStep, graphs: StepGraphs | None) -> None:
         """Launch any step, from the graphs as far as possible."""
         self._copy_blocks(batch)
@@ -437,32 +419,26 @@ class ModelAgent:
             self._tables.flush()
             pending.download([])
             return
-        whole = self.model.config.num_layers < 2 or any(row.reads_all for row in batch.prefill)
-        features = self._features(batch, pending)
-        joint = () if features is None else joint_tokens(batch)
-        captured = graphs is not None and not whole and not joint
-        captured = captured and (features is None or self._captured_features is not None)
-        step = self._tables.advance(batch, captured=captured)
-        step.inputs.image_features = features
-        step.inputs.num_image_tokens = None if features is None else len(features)
-        step.inputs.joint = joint
+        mixed = self._mixed
+        step = mixed.upload(batch, pending, captured=graphs is not None)
         rows = step.arrays.rows
         pending.slots = rows.slots
         if step.size is not None and graphs is not None:
-            self._replay_mixed(step, graphs)
-        hidden, stream = self._forward(step, pending, whole=whole)
+            mixed.place_features(step)
+            graphs.replay(_ADAPTED[_MIXED] if step.inputs.adapted else _MIXED, step.size)
+        hidden, stream = mixed.forward(step, pending)
         if self._placement.adapters is not None and step.inputs.adapted:
             self._placement.adapters.read_by_steps(step.arrays.adapter_slots)
         unsound = self._no_flags
         if batch.prefill:
             # Chunks that do not sample are checked too: the blocks of an unsound one must not enter the prefix cache.
             unsound = kernels.segments_finite(stream, step.prefill_offsets)
-        self._launch_extras(step, pending, hidden, stream)
+        mixed.launch_extras(step, pending, hidden, stream)
         logits = self.model.rank_logits(hidden[: len(rows.slots)])
 
         def sample() -> None:
             self.sampler.follow(batch.prefill)
-            pending.download([self._draw(step, logits, pending), unsound])
+            pending.download([mixed.draw(step, logits, pending), unsound])
 
         self._sample_when_possible(pending, sample)
 
@@ -471,99 +447,3 @@ class ModelAgent:
             pairs = upload(np.array(batch.copies, np.int64), self._device)
             for part in self._pool:
                 kernels.copy_blocks(part, pairs[:, 0], pairs[:, 1])
-
-    def _draw(self, step: StepTensors, logits: Tensor, pending: PendingStep) -> Tensor:
-        """Launch the sampling of the step's tokens, from the rank's logits [R, V]. Return tokens and flags [2, R]
-        int32."""
-        rows, count = step.arrays.rows, len(step.arrays.rows.slots)
-        results = torch.empty(2, count, dtype=torch.int32, device=self._device)
-        if not count:
-            return results
-        largest = self.sampler.largest(logits, rows.slots)
-        if largest is not None:
-            self._tables.last_tokens.index_copy_(0, upload(rows.slots, self._device), largest)
-            results[0], results[1] = largest, 0
-            return results
-        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        flags = torch.empty(count, dtype=torch.int32, device=self._device)
-        if self.sampler.takes_lists(rows.slots):
-            self.sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
-        else:
-            own = self.sampler.own_rows(logits)
-            self.sampler.draw(own, step.slots, step.positions, tokens, flags)
-            self.sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
-            pending.logprobs = self.sampler.logprobs(own, rows.slots, tokens)
-        kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
-        return results
-
-    def _features(self, batch: Batch, pending: PendingStep) -> Tensor | None:
-        """Return the features of the step's image tokens [F, hidden]; None for a step without images.
-
-        If memory runs out, the rows with images fail, and their features are zeros.
-        """
-        if self._images is None:
-            return None
-        try:
-            return self._images.of_step(batch)
-        except torch.OutOfMemoryError:
-            if self._in_group:
-                raise
-        torch.cuda.empty_cache()
-        self._images.clear()
-        counts = self._images.counts(batch)
-        pending.failed |= dict.fromkeys(counts, OUT_OF_MEMORY)
-        return torch.zeros(sum(counts.values()), self.model.config.hidden_size, dtype=self._dtype, device=self._device)
-
-    def _launch_extras(self, step: StepTensors, pending: PendingStep, hidden: Tensor, stream: Tensor) -> None:
-        """Launch scores and pooling of prefill rows, from the hidden states that `_forward` returns."""
-        batch, rows = pending.batch, step.arrays.rows
-        for row, first in zip(batch.prefill, rows.prefill_starts, strict=True):
-            if row.scored and row.slot not in pending.failed:
-                tokens = stream[first : first + len(row.tokens)]
-                self._launch_extra(pending, [row], partial(PromptScores, row, tokens, self.model, self.sampler.ranks))
-        pooled = [row for row in batch.prefill if row.pooling is not None]
-        if pooled:
-            self._launch_extra(pending, pooled, partial(PooledHidden, batch, rows, stream, hidden, self.model.score))
-
-    def _launch_extra(
-        self, pending: PendingStep, rows: Sequence[PrefillRow], launch: Callable[[], PromptScores | PooledHidden]
-    ) -> None:
-        """Launch scores or pooling of prefill rows. If memory runs out, these rows fail."""
-        try:
-            pending.extras.append(launch())
-        except torch.OutOfMemoryError:
-            if self._in_group:
-                raise
-            pending.failed |= dict.fromkeys((row.slot for row in rows), OUT_OF_MEMORY)
-
-    def _forward(self, step: StepTensors, pending: PendingStep, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the tokens of `step.sampled` [R + L, H], and of all tokens [T, H]. The latter are
-        taken before the last layer, or after it if `whole` or if all tokens are sampled.
-
-        If memory runs out, the prompt tokens are computed in two halves. If that fails too, the prefill rows fail and
-        the decode rows continue.
-        """
-        try:
-            if step.sampled is not None and not whole:
-                if step.size is None:
-                    residual = self.model.before_last(step.inputs)
-                else:
-                    residual = self._residual[: step.size.tokens]
-                return self.model.last_hidden(residual, step.inputs, step.sampled), residual
-            hidden: Tensor = self.model(step.inputs)
-            return _sampled_hidden(hidden, step), hidden
-        except torch.OutOfMemoryError:
-            num_decode = step.arrays.num_decode
-            if self._in_group or self._layout.keeps_state or num_decode == len(step.arrays.row_slots):
-                # A step cannot be repeated on one rank alone, nor after states have advanced.
-                raise
-        torch.cuda.empty_cache()
-        hidden, complete = compute_in_parts(self.model, step, self._dtype)
-        if not complete:
-            pending.failed = {row.slot: OUT_OF_MEMORY for row in pending.batch.prefill}
-        return _sampled_hidden(hidden, step), hidden
-
-
-def _sampled_hidden(hidden: Tensor, step: StepTensors) -> Tensor:
-    """Return the rows of `hidden` [T, H] that are sampled from or pooled: [R + L, H]."""
-    return hidden if step.sampled is None else kernels.gather_rows(hidden, step.sampled.indices)

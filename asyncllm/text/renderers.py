@@ -140,7 +140,7 @@ class JinjaRenderer:
                 parted = PartContents(self._template, everywhere=False)
                 return parted.render(messages, add_generation_prompt=opens_answer, variables=variables)
         text = self._template.render(messages, add_generation_prompt=opens_answer, variables=variables)
-        return with_own_places(text, self._own_places)
+        return with_own_places(text, self._own_places) if self._own_places else text
 
     def _writes(self, content: str) -> bool:
         """Return whether the template writes a user's content unchanged."""

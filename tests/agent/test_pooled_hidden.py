@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.agent import prompt_outputs
-from asyncllm.agent.model_agent import OUT_OF_MEMORY
+from asyncllm.agent.step.mixed_steps import OUT_OF_MEMORY
 from asyncllm.layers.step_inputs import SampledRows
 from asyncllm.protocol import PrefillRow, SamplingParams, StepOutput
 from tests.agent.tiny_model import (

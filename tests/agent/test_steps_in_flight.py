@@ -19,9 +19,10 @@ from asyncllm import kernels
 from asyncllm.agent import open_model, prompt_outputs, warm_up
 from asyncllm.agent.device.graphs import smallest_for
 from asyncllm.agent.device.streams import MAX_STEPS_IN_FLIGHT
-from asyncllm.agent.model_agent import OUT_OF_MEMORY, ModelAgent
+from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.agent.open_model import OpenedModel
 from asyncllm.agent.pending_step import PendingStep
+from asyncllm.agent.step.mixed_steps import OUT_OF_MEMORY
 from asyncllm.agent.warm_up import warm_up_mlps
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import PagedKV

@@ -25,7 +25,7 @@ class Graphs(EagerGraphs):
 
     def __init__(self, agent: ModelAgent) -> None:
         super().__init__(agent)
-        self.features = agent._captured_features
+        self.features = agent._mixed._captured_features
 
 
 @pytest.fixture
