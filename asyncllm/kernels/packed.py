@@ -1,6 +1,5 @@
 """Products of 16-bit or 32-bit activations with 4-bit or 8-bit weights: integers with a scale and a zero point for each
-group of input features, or e2m1 numbers with exponents. All file formats are converted to one layout when they are
-loaded."""
+group of input features. All file formats are converted to one layout when they are loaded."""
 
 from __future__ import annotations
 
@@ -16,9 +15,6 @@ from asyncllm.kernels.linear import check_out
 from asyncllm.kernels.moe import fused_experts
 
 __all__ = [
-    "E2M1",
-    "E8M0_BIAS",
-    "MAX_E8M0",
     "PLANE",
     "PackedWeight",
     "chunk_of",
@@ -37,25 +33,15 @@ PLANE = 32
 mask thus extract, from a run of words, a run of features in their natural order."""
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of the codes 0 to 7; codes 8 to 15 are their negatives."""
-
-E8M0_BIAS = 127
-"""Bias of exponents."""
-
-MAX_E8M0 = 136
-"""Largest exponent of a scale that kernels accept: 2 ** 9."""
-
-
 class PackedWeight(NamedTuple):
     """A weight [N, K], or one for each of E experts. A number is (code - zero) * scale, with the zero and scale of its
-    feature's group; without zeros it is the code's e2m1 number times 2 to the group's exponent."""
+    feature's group."""
 
     words: Tensor
     """int16 [C, N, 32] or [E, C, N, 32], C chunks of `chunk_of(bits)` input features, the last one padded."""
     scales: Tensor
-    """[G, N] or [E, G, N], float16, bfloat16 or float32, or for e2m1 numbers exponents uint8 (e8m0)."""
-    zeros: Tensor | None
+    """[G, N] or [E, G, N], float16, bfloat16 or float32."""
+    zeros: Tensor
     """uint8, in the shape of `scales`."""
     order: Tensor | None
     """int64 [K] or [E, K]: the input feature at each place, or None if the features of a group are adjacent."""
@@ -97,7 +83,7 @@ def unpack_codes(words: Tensor, bits: int, in_features: int) -> Tensor:
 def dequantize(
     words: Tensor,
     scales: Tensor,
-    zeros: Tensor | None,
+    zeros: Tensor,
     *,
     bits: int,
     group_size: int,
@@ -112,9 +98,6 @@ def dequantize(
     def spread(each: Tensor) -> Tensor:
         return each.t().repeat_interleave(size, 1)[:, :in_features]
 
-    if zeros is None:
-        values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
-        return torch.ldexp(values[codes.int()], spread(scales).int() - E8M0_BIAS).to(dtype)
     return codes.float().sub_(spread(zeros)).mul_(spread(scales.float())).to(dtype)
 
 
@@ -147,10 +130,6 @@ def packed_experts(
     down: PackedWeight,
     weights: Tensor,
     expert_ids: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    limit: float | None = None,
 ) -> Tensor:
     """`fused_experts` with packed weights. Only the chosen experts are expanded, to x's dtype."""
     chosen, places = torch.unique(expert_ids, return_inverse=True)
@@ -162,10 +141,7 @@ def packed_experts(
         each = [_natural(stack, expert, x.dtype) for expert in chosen.tolist()]
         none = x.new_empty(0, stack.out_features, stack.in_features)
         dense.append(torch.stack(each) if each else none)
-    biases = [None if each is None else each[chosen] for each in (gate_up_bias, down_bias)]
-    return fused_experts(
-        x, dense[0], dense[1], weights, places, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
-    )
+    return fused_experts(x, dense[0], dense[1], weights, places)
 
 
 def expand_stack(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -188,8 +164,7 @@ def _whole(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def _natural(stack: PackedWeight, expert: int, dtype: torch.dtype) -> Tensor:
     """Return the weight of one expert, with input features in their natural order."""
     order = None if stack.order is None else stack.order[expert]
-    zeros = None if stack.zeros is None else stack.zeros[expert]
-    one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=zeros, order=order)
+    one = stack._replace(words=stack.words[expert], scales=stack.scales[expert], zeros=stack.zeros[expert], order=order)
     return natural(one, dtype)
 
 

@@ -25,12 +25,12 @@ def expert_rows(
     return {gate: f"{layer}.gate_up[gate,{{e}}]", up: f"{layer}.gate_up[up,{{e}}]", down: f"{layer}.down[{{e}}]"}
 
 
-def stacked_rows(experts: str) -> dict[str, str]:
+def stacked_rows(experts: str, layer: str = "layers.{i}.mlp") -> dict[str, str]:
     """Return the rows of experts that a checkpoint holds under `experts` in one tensor for each product, as
     transformers 5 has them in memory."""
     return {
-        f"{experts}.gate_up_proj": "layers.{i}.mlp.gate_up:weight[gate+up:stacked]",
-        f"{experts}.down_proj": "layers.{i}.mlp.down:weight[:stacked]",
+        f"{experts}.gate_up_proj": f"{layer}.gate_up:weight[gate+up:stacked]",
+        f"{experts}.down_proj": f"{layer}.down:weight[:stacked]",
     }
 
 

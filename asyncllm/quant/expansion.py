@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
-from asyncllm.kernels.packed import E2M1, E8M0_BIAS
+from asyncllm.kernels.e2m1 import E2M1, E8M0_BIAS
 from asyncllm.quant.settings import Header
 
 __all__ = ["Expansion", "expansion_of_codes", "expect", "halves", "modules_of"]

@@ -11,19 +11,13 @@ from torch import Tensor
 
 from asyncllm import kernels
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.kernels import PackedWeight
-from asyncllm.kernels.packed import E2M1, E8M0_BIAS, MAX_E8M0, PLANE, chunk_of, expand_stack, pack_codes
+from asyncllm.kernels.e2m1 import CHUNK, E2M1, E8M0_BIAS, GROUP, MAX_E8M0, E2M1Weight, e2m1_experts, pack_e2m1
 from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import FLOATS, LinearMethod, Stored, Weighted, frozen_parameter
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
 
 __all__ = ["MXFP4", "PackedMXFP4"]
-
-GROUP = 32
-"""Number of adjacent input features with one scale. A byte holds two of them."""
-
-_BITS = 4
 
 _NAN = 255
 
@@ -46,7 +40,7 @@ class _State(Protocol):
     """The method's state in a layer."""
 
     words: Tensor | None
-    scales: Tensor | None
+    exponents: Tensor | None
     whole: Tensor | None
     """The weights in the model's dtype, for a rank whose input features do not begin and end at a group."""
     offset: Tensor | None
@@ -80,15 +74,13 @@ class PackedMXFP4(LinearMethod):
         own, stack = _state(layer), (layer.num_experts, layer.out_features)
         n, k = layer.out_features, layer.in_features
         columns = layer.own_columns()
-        own.words = own.scales = own.whole = None
+        own.words = own.exponents = own.whole = None
         if columns.start % GROUP or k % GROUP:
             own.whole = frozen_parameter(*stack, k)
         else:
-            shapes = {"words": (-(-k // chunk_of(_BITS)), n, PLANE), "scales": (k // GROUP, n)}
-            types = {"words": torch.int16, "scales": torch.uint8}
-            own.words, own.scales = (
-                frozen_parameter(layer.num_experts, *shapes[each], dtype=types[each]) for each in shapes
-            )
+            chunks = -(-k // CHUNK)
+            own.words = frozen_parameter(layer.num_experts, chunks, n, GROUP, dtype=torch.int16)
+            own.exponents = frozen_parameter(layer.num_experts, chunks, n, dtype=torch.int32)
         own.offset = frozen_parameter(*stack) if layer.has_bias else None
         own.pending = {}
 
@@ -137,9 +129,8 @@ class PackedMXFP4(LinearMethod):
         if own.whole is not None:
             values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
             own.whole[index, rows].copy_(torch.ldexp(values[codes.int()], scales.int() - E8M0_BIAS))
-        elif own.words is not None and own.scales is not None:
-            own.words[index][:, rows] = pack_codes(codes, _BITS)
-            own.scales[index][:, rows] = scales[:, ::GROUP].t()
+        elif own.words is not None and own.exponents is not None:
+            own.words[index][:, rows], own.exponents[index][:, rows] = pack_e2m1(codes, scales[:, ::GROUP])
 
     def batch_invariant(self) -> LinearMethod:
         return replace(self, invariant=True)
@@ -162,23 +153,23 @@ class PackedMXFP4(LinearMethod):
     ) -> Tensor:
         first, second = self.weight(gate_up), self.weight(down)
         biases = [_state(each).offset for each in (gate_up, down)]
-        if not self.invariant and isinstance(first, PackedWeight) and isinstance(second, PackedWeight):
-            return kernels.packed_experts(
+        if not self.invariant and isinstance(first, E2M1Weight) and isinstance(second, E2M1Weight):
+            return e2m1_experts(
                 x, first, second, weights, expert_ids, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
             )
         product = kernels.fused_experts_invariant if self.invariant else kernels.fused_experts
-        dense = [expand_stack(each, x.dtype) if isinstance(each, PackedWeight) else each for each in (first, second)]
+        dense = [each.expanded(x.dtype) if isinstance(each, E2M1Weight) else each for each in (first, second)]
         return product(
             x, dense[0], dense[1], weights, expert_ids, gate_up_bias=biases[0], down_bias=biases[1], limit=limit
         )
 
-    def weight(self, layer: Weighted) -> PackedWeight | Tensor:
+    def weight(self, layer: Weighted) -> E2M1Weight | Tensor:
         """Return the layer's weight: packed, or [E, N, K] in the model's dtype."""
         own = _state(layer)
-        if own.words is None or own.scales is None:
+        if own.words is None or own.exponents is None:
             assert own.whole is not None
             return own.whole
-        return PackedWeight(own.words, own.scales, None, None, _BITS, GROUP, layer.in_features)
+        return E2M1Weight(own.words, own.exponents, layer.in_features)
 
 
 def _by_feature(tensor: Tensor) -> Tensor:

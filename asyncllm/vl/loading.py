@@ -74,7 +74,7 @@ def load_image(image_url: str | bytes | Path | Image.Image, *, timeout: float = 
     return decode_image(_file_of(image_url, "image"))
 
 
-def media_bytes(source: Any, what: str) -> bytes:
+def media_bytes(source: Any, what: str, *, timeout: float = FETCH_SECONDS) -> bytes:
     """Return the bytes of a media file from a path, an http(s) or `data:` URL, or bytes. Reading stops soon after
     MAX_IMAGE_BYTES, so that the decoder refuses the file. `what`: the kind of file, for errors. Raises
     InvalidMessage."""
@@ -83,7 +83,7 @@ def media_bytes(source: Any, what: str) -> bytes:
     if is_data_url(source):
         return decode_data_url(source, what)
     if is_address(source):
-        return _fetched(source, FETCH_SECONDS, what)
+        return _fetched(source, timeout, what)
     if not isinstance(source, str | Path):
         raise InvalidMessage(f"A {what} is a path, a URL or bytes, not {type(source).__name__}. Give one of them.")
     return _file_of(source, what)

@@ -64,18 +64,20 @@ def gated_case(config: GatedConfig) -> Case:
     )
 
 
-def experts_case(gated: bool) -> Case:
-    options = hopper_experts.compile_options(gated=gated)
+def experts_case(gated: bool, limit: float | None = None) -> Case:
+    """With a limit, with biases."""
+    options = hopper_experts.compile_options(gated=gated, bias=limit is not None, limit=limit)
     num_warps, maxnreg = options.pop("num_warps"), options.pop("maxnreg")
     width, step, rows = linear_hopper.WIDTH, linear_hopper.STEP, linear_hopper.CONSUMER_TOKENS
     return Case(
-        name=f"experts-{'gated' if gated else 'plain'}",
+        name=f"experts-{'gated' if gated else 'plain'}{'' if limit is None else '-biased'}",
         kernel=hopper_experts.experts_kernel,
         signature={
             "x": _map(hopper_experts.BLOCK, step),
             "weight": _map(width, step),
             "out": _map(rows, width),
             "experts_ptr": "*i32",
+            "bias_ptr": "*bf16",
             **dict.fromkeys(("blocks", "column_tiles", "steps", "out_size"), "i32"),
         },
         constexprs={**options, "USE_PDL": True},
@@ -94,7 +96,7 @@ CONFIGS = {
 
 CASES = [
     *(gated_case(config) for config in sorted(CONFIGS, key=repr)),
-    *(experts_case(gated) for gated in (True, False)),
+    *(experts_case(gated, limit) for gated in (True, False) for limit in (None, 7.0)),
     *(
         scaled_case(kind, shares=shares, gated=gated)
         for kind in ("fp8e4nv", "i8")

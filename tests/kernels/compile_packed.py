@@ -28,7 +28,7 @@ def product_case(
 
 def dequantize_case(bits: int) -> Case:
     constexprs = {"N": 4096, "K": 4096, "BITS": bits, "GROUP": 128, "BLOCK_N": 64}
-    constexprs |= {"FLOATING": False, "ORDERED": True, "USE_PDL": True}
+    constexprs |= {"ORDERED": True, "USE_PDL": True}
     signature = {
         "words_ptr": "*i16",
         "scales_ptr": "*fp16",
@@ -39,27 +39,24 @@ def dequantize_case(bits: int) -> Case:
     return Case(f"dequantize-{bits}", packed.dequantize_kernel, signature, constexprs, options=_PDL)
 
 
-def experts_case(block: int, *, floating: bool = False) -> Case:
-    """In the shape of Qwen3-30B-A3B, or of gpt-oss."""
-    tile = (packed_experts.E2M1_TILES if floating else packed_experts.TILES)[block]
+def experts_case(block: int) -> Case:
+    """In the shape of Qwen3-30B-A3B."""
+    tile = packed_experts.TILES[block]
     constexprs = {
-        "N": 5760 if floating else 1536, "K": 2880 if floating else 2048, "BITS": 4, "GROUP": 32 if floating else 128,
-        "FLOATING": floating, "ORDERED": False, "ASSIGNMENTS_PER_X": 8, "SWIGLU": True, "BIAS": floating,
-        "LIMIT": 7.0 if floating else 0.0, "SLOPE": 1.702, "UNGROUPED": block == 16, "BLOCK_M": tile.tokens,
-        "BLOCK_N": tile.rows, "BLOCKS_PER_GROUP": 16, "USE_PDL": True,
+        "N": 1536, "K": 2048, "BITS": 4, "GROUP": 128, "ORDERED": False, "ASSIGNMENTS_PER_X": 8, "SWIGLU": True,
+        "UNGROUPED": block == 16, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows, "BLOCKS_PER_GROUP": 16, "USE_PDL": True,
     }  # fmt: skip
-    scales = {"scales_ptr": "*u8" if floating else "*fp16", "zeros_ptr": "*u8", "bias_ptr": "*bf16"}
     signature = {
-        **{"x_ptr": "*bf16", "words_ptr": "*i16", **scales, "order_ptr": "*i64", "y_ptr": "*bf16"},
-        **{"assignments_ptr": "*i32", "block_experts_ptr": "*i32", "num_assignments": "i32", "max_blocks": "i32"},
+        **{"x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*fp16", "zeros_ptr": "*u8", "order_ptr": "*i64"},
+        **{"y_ptr": "*bf16", "assignments_ptr": "*i32", "block_experts_ptr": "*i32"},
+        **{"num_assignments": "i32", "max_blocks": "i32"},
     }
     kernel = packed_experts.packed_experts_kernel
-    name = f"experts-{block}{'-e2m1' if floating else ''}"
-    return Case(name, kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
+    return Case(f"experts-{block}", kernel, signature, constexprs, tile.warps, tile.stages, options=_PDL)
 
 
 CASES = [
-    *(experts_case(block, floating=floating) for block in packed_experts.TILES for floating in (False, True)),
+    *(experts_case(block) for block in packed_experts.TILES),
     *(product_case(tile, 4, 128) for tile in packed.TILES),
     *(product_case(tile, 4, 128, gated=True) for tile in packed.TILES),
     product_case(packed.TILES[-1], 4, 128, "*fp16"),

@@ -293,6 +293,12 @@ def _plain(value: Any) -> Any:
     return value.known if isinstance(value, Value) else value
 
 
+def _paired(function: Any, one: Any, other: Any) -> Value:
+    """Apply a function of two tensors, of which one may be a number."""
+    known = torch.as_tensor(_plain(one)), torch.as_tensor(_plain(other))
+    return Value(function(*known), next(each.layout for each in (one, other) if isinstance(each, Value)))
+
+
 def _assemble(text: str, constraints: str, arguments: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
     """Instructions on pairs of 16-bit numbers, each number on its own."""
     shape = torch.broadcast_shapes(*(each.shape for each in arguments))
@@ -377,8 +383,10 @@ class _Language:
         return Value(value.known.sum(axis), value.layout)
 
     @staticmethod
-    def maximum(one: Value, other: Value) -> Value:
-        return Value(one.known.maximum(other.known), one.layout)
+    def maximum(one: Any, other: Any) -> Any:
+        if isinstance(one, Value) or isinstance(other, Value):
+            return _paired(torch.maximum, one, other)
+        return max(one, other)
 
     @staticmethod
     def full(shape: list[int], value: float, dtype: Any, layout: Any) -> Value:
@@ -395,7 +403,7 @@ class _Language:
     @staticmethod
     def minimum(one: Any, other: Any) -> Any:
         if isinstance(one, Value) or isinstance(other, Value):
-            return Value(torch.as_tensor(_plain(one)).minimum(torch.as_tensor(_plain(other))))
+            return _paired(torch.minimum, one, other)
         return min(one, other)
 
     @staticmethod

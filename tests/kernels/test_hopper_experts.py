@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,19 @@ from tests.kernels.device import fresh_seed, poison
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def modelled(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, gated: bool) -> None:
+def modelled(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    block_experts: Tensor,
+    *,
+    gated: bool,
+    bias: Tensor | None = None,
+    limit: float | None = None,
+) -> None:
     """`hopper_experts.products` on three multiprocessors."""
     rows, out_size = weight.view(-1, weight.shape[2]), out.shape[1]
-    options = hopper_experts.compile_options(gated=gated)
+    options = hopper_experts.compile_options(gated=gated, bias=bias is not None, limit=limit)
     del options["maxnreg"]
     # What is left out is not among the first tiles alone.
     options["GROUP"] = 2
@@ -33,6 +44,7 @@ def modelled(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, g
         gluon_model.Descriptor(rows, (WIDTH, STEP)),
         gluon_model.Descriptor(out, (CONSUMER_TOKENS, WIDTH)),
         block_experts,
+        x if bias is None else bias,
         *(len(block_experts), -(-out_size // (WIDTH if gated else 2 * WIDTH)), -(-x.shape[1] // STEP), out_size),
         USE_PDL=False,
         **options,
@@ -40,9 +52,12 @@ def modelled(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, g
 
 
 class Case:
-    """Tokens of bfloat16 with experts of which the second has none, and one in five is elsewhere."""
+    """Tokens of bfloat16 with experts of which the second has none, and one in five is elsewhere. With a limit, experts
+    have biases."""
 
-    def __init__(self, tokens: int, width: int, hidden: int, num_experts: int, top_k: int, seed: int) -> None:
+    def __init__(
+        self, tokens: int, width: int, hidden: int, num_experts: int, top_k: int, seed: int, limit: float | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -56,32 +71,44 @@ class Case:
         elsewhere = (torch.rand(self.ids.shape, generator=generator) < 0.2).to(DEVICE)
         self.weights, self.ids = self.weights.masked_fill(elsewhere, 0.0), self.ids.masked_fill(elsewhere, -1)
 
-    def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.x, self.gate_up, self.down, self.weights, self.ids
+        self.limit = limit
+        self.biases = (normal(num_experts, 2 * hidden) * hidden**0.5, normal(num_experts, width) * width**0.5)
+
+    def run(self, product: Callable[..., Tensor], x: Tensor | None = None) -> Tensor:
+        tensors = (self.x if x is None else x, self.gate_up, self.down, self.weights, self.ids)
+        if self.limit is None:
+            return product(*tensors)
+        return product(*tensors, gate_up_bias=self.biases[0], down_bias=self.biases[1], limit=self.limit)
 
     def check(self, actual: Tensor) -> None:
-        expected = kernels.fused_experts.reference(*self.given())  # type: ignore[attr-defined]
+        expected = self.run(kernels.fused_experts.reference)  # type: ignore[attr-defined]
         torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the model runs on a CPU")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("tokens", "width", "hidden", "num_experts", "top_k"),
-    [(300, 264, 136, 4, 2), (140, 72, 264, 3, 1)],
+    ("tokens", "width", "hidden", "num_experts", "top_k", "limit"),
+    [(300, 264, 136, 4, 2, None), (140, 72, 264, 3, 1, None), (140, 264, 136, 3, 2, 1.5)],
 )
 def test_a_model_of_the_kernel_gives_what_the_experts_say(
-    tokens: int, width: int, hidden: int, num_experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int,
+    width: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    limit: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither tiles of 128 or 256 outputs nor steps of 64 features divide these evenly."""
-    case = Case(tokens, width, hidden, num_experts, top_k, fresh_seed())
+    case = Case(tokens, width, hidden, num_experts, top_k, fresh_seed(), limit)
     monkeypatch.setattr(hopper_experts, "products", modelled)
     monkeypatch.setattr(moe, "is_hopper", lambda device: True)
     monkeypatch.setattr(moe, "DENSE_TILES", 16)
     monkeypatch.setattr(moe, "multiply", None)
     for product in (moe.fused_experts, moe.fused_experts_invariant):
         poison((tokens * top_k, width), dtype=torch.bfloat16)
-        case.check(product(*case.given()))
+        case.check(case.run(product))
 
 
 def test_rows_are_arranged_by_expert() -> None:
@@ -108,7 +135,14 @@ def test_only_what_the_kernel_takes_goes_there(monkeypatch: pytest.MonkeyPatch) 
     assert not moe._for_dense_tiles(x.float(), gate_up.float(), down.float(), 1 << 20, 2), "numbers of 32 bits"
 
 
-SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v2-lite": (2048, 1408, 64, 6), "odd": (264, 136, 5, 3)}
+SHAPES = {
+    "qwen3-30b-a3b": (2048, 768, 128, 8, None),
+    "deepseek-v2-lite": (2048, 1408, 64, 6, None),
+    "gpt-oss-20b": (2880, 2880, 32, 4, 7.0),
+    "odd": (264, 136, 5, 3, None),
+    "odd with biases": (264, 136, 5, 3, 0.75),
+}
+"""Hidden size, expert size, experts, top k, and the gate's limit."""
 
 
 @pytest.mark.gpu
@@ -116,18 +150,24 @@ SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v2-lite": (2048, 1408,
 @pytest.mark.parametrize("tokens", [130, 1000, 4096])
 def test_experts_on_a_gpu(shape: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the same bits as in blocks of any other size."""
-    monkeypatch.setattr(moe, "DENSE_TILES", 1 << 30)
-    case = Case(tokens, *SHAPES[shape], int.from_bytes(os.urandom(3), "little"))
-    num_places = tokens * SHAPES[shape][3] + 128 * SHAPES[shape][2]
-    poison((num_places, SHAPES[shape][0]), dtype=torch.bfloat16)
-    actual = moe._dense_experts(*case.given())
+    width, hidden, num_experts, top_k, limit = SHAPES[shape]
+    case = Case(tokens, width, hidden, num_experts, top_k, int.from_bytes(os.urandom(3), "little"), limit)
+    poison((tokens * top_k + 128 * num_experts, width), dtype=torch.bfloat16)
+
+    def dense(*tensors: Tensor, **given: Any) -> Tensor:
+        biases = (given.get("gate_up_bias"), given.get("down_bias"))
+        return moe._dense_experts(*tensors, biases=biases, limit=given.get("limit"))
+
+    actual = case.run(dense)
     case.check(actual)
-    assert torch.equal(moe._dense_experts(*case.given()), actual), "two runs differ"
-    assert torch.equal(moe.fused_experts_invariant(*case.given()), actual)
+    assert torch.equal(case.run(dense), actual), "two runs differ"
+    monkeypatch.setattr(moe, "DENSE_TILES", 1 << 30)
+    assert torch.equal(case.run(moe.fused_experts_invariant), actual)
     row = int((case.ids >= 0).all(1).nonzero()[0])
     apart = case.x.clone()
     apart[row] = torch.nan
-    spoiled = moe._dense_experts(apart, *case.given()[1:])
-    assert spoiled[row].isnan().all()
+    spoiled = case.run(dense, apart)
+    # Limits take NaN for a number.
+    assert limit is not None or spoiled[row].isnan().all()
     spoiled[row] = actual[row]
     assert torch.equal(spoiled, actual)

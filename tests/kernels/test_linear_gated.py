@@ -197,7 +197,7 @@ def test_the_model_finds_a_broken_protocol(broken: str, shares: bool) -> None:
 
 def test_kernels_compile_to_what_they_are_meant_to_be(compile_kernels: offline.Compile) -> None:
     compiled = compile_kernels("compile_gated")
-    assert len(compiled) == 13
+    assert len(compiled) == 15
     for name, case in compiled.items():
         # Products of codes spill scales and a bias, behind their sums.
         of_codes = 96 if name.endswith("plain") else 16

@@ -207,45 +207,6 @@ def test_experts(product: Any, dtype: torch.dtype, tokens: int, ordered: bool) -
     assert (y.cpu().float() - expected).norm() <= step * expected.norm()
 
 
-def floating(n: int, k: int, seed: int) -> tuple[PackedWeight, Tensor]:
-    """Four experts of e2m1, with every code, and their weights [4, N, K], number by number."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (4, n, k), dtype=torch.uint8, generator=generator)
-    exponents = torch.randint(120, 124, (4, k // 32, n), dtype=torch.uint8, generator=generator)
-    words = torch.stack([pack_codes(each, 4) for each in codes])
-    sign, exponent, behind = 1 - 2.0 * (codes >> 3), (codes >> 1 & 3).float(), (codes & 1) * 0.5
-    values = sign * torch.where(exponent == 0, behind, (1 + behind) * 2 ** (exponent - 1))
-    scales = (2.0 ** (exponents.float() - 127)).transpose(1, 2).repeat_interleave(32, 2)
-    return PackedWeight(words.to(DEVICE), exponents.to(DEVICE), None, None, 4, 32, k), values * scales
-
-
-# Rows of experts that are elsewhere hold whatever was there.
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("product", "dtype", "tokens"),
-    [
-        (kernels.packed_experts, torch.float32, 5),
-        (launchers.packed_experts, torch.float32, 5),
-        (launchers.packed_experts, torch.float16, 1),
-        (launchers.packed_experts, torch.bfloat16, 21),
-    ],
-)
-def test_experts_of_e2m1_with_biases_and_a_limit(product: Any, dtype: torch.dtype, tokens: int) -> None:
-    """One of each token's experts is elsewhere."""
-    (gate_up, first), (down, second) = floating(64, 96, 1), floating(96, 32, 2)
-    x, weights = random(tokens, 96, dtype=dtype), random(tokens, 3, seed=7).abs()
-    ids = random(tokens, 4, seed=8).argsort(-1)[:, :3].contiguous()
-    ids[:, 1], weights[:, 1] = -1, 0.0
-    biases = {"gate_up_bias": random(4, 64, seed=3, dtype=dtype), "down_bias": random(4, 96, seed=4, dtype=dtype)}
-    y = product(x, gate_up, down, weights, ids, limit=1.5, **biases)
-    rows = (x.cpu().float(), first, second, weights.cpu(), ids.cpu())
-    expected = kernels.fused_experts.reference(  # type: ignore[attr-defined]
-        *rows, limit=1.5, **{name: bias.cpu().float() for name, bias in biases.items()}
-    )
-    step = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (y.cpu().float() - expected).norm() <= step * expected.norm()
-
-
 def test_experts_of_many_tokens_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     (gate_up, _), (down, _) = stacked(64, 64, ordered=True, seed=1), stacked(64, 32, ordered=True, seed=9)
     x, weights = random(6, 64, dtype=torch.bfloat16), random(6, 2, seed=7).abs()

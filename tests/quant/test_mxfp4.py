@@ -16,7 +16,6 @@ from asyncllm.agent.model_agent import ModelAgent
 from asyncllm.config.engine import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
-from asyncllm.kernels.packed import expand_stack
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.load_plan import plan_update
 from asyncllm.protocol import Sleep, Wake
@@ -77,7 +76,7 @@ def weight_of(model: DecoderLM, name: str) -> Tensor:
     """The weights of a layer's experts [E, N, K] in float32."""
     layer: Any = model.get_submodule(name)
     held = layer.method.weight(layer)
-    return held if isinstance(held, Tensor) else expand_stack(held, torch.float32)
+    return held if isinstance(held, Tensor) else held.expanded(torch.float32)
 
 
 def test_experts_are_those_that_numpy_reads(folder: Path) -> None:
@@ -88,7 +87,7 @@ def test_experts_are_those_that_numpy_reads(folder: Path) -> None:
     assert torch.equal(logits_of(model), logits_of(plain))
     # 4 bits each, and 8 for 32 of them; a chunk of 128 input features is filled up.
     layer = model.get_submodule("layers.1.mlp.down")
-    assert sum(each.nbytes for each in (layer.words, layer.scales)) == 5 * 64 * (128 // 2 + 96 // 32)
+    assert sum(each.nbytes for each in (layer.words, layer.exponents)) == 5 * 64 * (128 // 2 + 128 // 32)
     model.make_batch_invariant()
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-4, atol=1e-4)
 

@@ -36,7 +36,7 @@ class PrefillBudget:
         # Prompts make progress however many rows decode.
         return min(self.max_tokens, max(whole - len(decoding), -(-whole // 4)))
 
-    def round_to_tiles(
+    def whole_tiles(
         self, chunks: list[tuple[Sequence, int]], num_decode: int, num_waiting: int
     ) -> list[tuple[Sequence, int]]:
         """Return the chunks, at least one, with the last one cut so that the step's tokens fill whole tiles.

@@ -261,7 +261,7 @@ class Scheduler:
             chunks.append((sequence, length))
             budget -= length + work
         if chunks and (decoding or self.waiting):
-            chunks = self._prefill_budget.round_to_tiles(chunks, len(decoding), len(self.waiting))
+            chunks = self._prefill_budget.whole_tiles(chunks, len(decoding), len(self.waiting))
         passed += list(self._prefilling)[len(chunks) + len(passed) :]
         self.waiting.pass_over(passed, chunks)
         for sequence, length in chunks:

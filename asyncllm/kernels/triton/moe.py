@@ -427,9 +427,9 @@ def fused_experts_invariant(
         return out
     # The experts of all ranks, to which the assignments refer.
     num_all = max(num_experts, num_chosen_from)
-    plain = gate_up_bias is None and down_bias is None and limit is None and not gelu
-    if plain and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
-        return _dense_experts(x, gate_up, down, weights, expert_ids)
+    if not gelu and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
+        biases = (gate_up_bias, down_bias)
+        return _dense_experts(x, gate_up, down, weights, expert_ids, biases, limit)
     block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
     tiles = TILES[block_tokens] if x.element_size() == 2 else (FLOAT32_TILE, FLOAT32_TILE)
     blocks = group(expert_ids, num_experts, block_tokens)
@@ -457,16 +457,24 @@ def _for_dense_tiles(x: Tensor, gate_up: Tensor, down: Tensor, num_assignments: 
     )
 
 
-def _dense_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Like `fused_experts` with gated SiLU and without biases, on Hopper, with the rows of x sorted by expert."""
+def _dense_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    limit: float | None,
+) -> Tensor:
+    """Like `fused_experts` without GELU, on Hopper, with the rows of x sorted by expert."""
     from asyncllm.kernels.triton.linear import hopper_experts
 
     blocks = group(expert_ids, len(gate_up), hopper_experts.BLOCK)
     rows, places = hopper_experts.arrange(x, blocks.assignments, blocks.experts, expert_ids.numel())
     hidden = torch.empty(len(rows), down.shape[2], dtype=x.dtype, device=x.device)
-    hopper_experts.products(rows, gate_up, hidden, blocks.experts, gated=True)
+    hopper_experts.products(rows, gate_up, hidden, blocks.experts, gated=True, bias=biases[0], limit=limit)
     # The experts' outputs overwrite their inputs.
-    hopper_experts.products(hidden, down, rows, blocks.experts, gated=False)
+    hopper_experts.products(hidden, down, rows, blocks.experts, gated=False, bias=biases[1])
     out = torch.empty_like(x)
     add_up(rows, weights, out, places)
     return out

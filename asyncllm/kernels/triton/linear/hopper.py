@@ -62,6 +62,7 @@ __all__ = [
     "LINES",
     "STEP",
     "WIDTH",
+    "biased",
     "compile_options",
     "gated_product",
     "gated_results",
@@ -285,13 +286,19 @@ def _scaled(half, x_scales, weight_scales, row, column, num_tokens, out_size):
 
 
 @gluon.jit
+def biased(half, bias, column, out_size):
+    """Return float32 sums [64, WIDTH] plus the bias [out_size] from a column on."""
+    feature = column + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
+    return half + gl.load(bias + feature, mask=feature < out_size, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
 def _plain_results(half, scales, row, column, dtype: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr):
     x_scales, weight_scales, bias, num_tokens, out_size = scales
     if SCALED:
         half = _scaled(half, x_scales, weight_scales, row, column, num_tokens, out_size)
     if HAS_BIAS:
-        feature = column + gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, half.type.layout))
-        half += gl.load(bias + feature, mask=feature < out_size, other=0.0).to(gl.float32)[None, :]
+        half = biased(half, bias, column, out_size)
     return half.to(dtype)
 
 

@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from asyncllm.kernels.moe import GATE_SLOPE
 from asyncllm.kernels.triton.language import release_consumers, wait_for_producers
 from asyncllm.kernels.triton.launch import Configured, TensorMap, launch
 from asyncllm.kernels.triton.linear.hopper import (
@@ -30,6 +31,7 @@ from asyncllm.kernels.triton.linear.hopper import (
     LINES,
     STEP,
     WIDTH,
+    biased,
     gated_results,
     multiply_steps,
     next_stage,
@@ -126,8 +128,19 @@ def _produce(work, BYTES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr
 
 
 @gluon.jit
-def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr):
-    out, experts_ptr, tokens, weights, all_results, full, empty, blocks, column_tiles, steps = work
+def _limited_results(gate, up, dtype: gl.constexpr, LIMIT: gl.constexpr, SLOPE: gl.constexpr):
+    """Return what `activation.apply_limited_gate` returns for a limit above 0, rounded to `dtype`."""
+    gate = gl.minimum(gate.to(dtype).to(gl.float32), LIMIT)
+    up = gl.minimum(gl.maximum(up.to(dtype).to(gl.float32), -LIMIT), LIMIT)
+    return ((up + 1.0) * gate / (1.0 + gl.exp(-(gate * SLOPE)))).to(dtype)
+
+
+@gluon.jit
+def _consume(
+    work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, LIMIT: gl.constexpr,
+    SLOPE: gl.constexpr, USE_PDL: gl.constexpr,
+):  # fmt: skip
+    out, experts_ptr, bias_ptr, tokens, weights, all_results, full, empty, blocks, column_tiles, steps, out_size = work
     CONSUMERS: gl.constexpr = tokens.shape[0] // full.shape[0]
     ROWS: gl.constexpr = tokens.shape[1]
     WIDTH: gl.constexpr = all_results.shape[2]
@@ -138,13 +151,27 @@ def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, GATED: gl.conste
     phase = 0
     for tile in range(gl.program_id(0), blocks * column_tiles, gl.num_programs(0)):
         block, column_tile = tile_place(tile, blocks, column_tiles, GROUP)
-        if gl.load(experts_ptr + block) >= 0:
+        expert = gl.load(experts_ptr + block)
+        if expert >= 0:
             first, second, stage, phase = multiply_steps(
                 tokens, weights, full, empty, CONSUMER, 0, steps, stage, phase, ACC
             )
             row = (block * CONSUMERS + CONSUMER) * ROWS
+            if BIAS:
+                if GATED:
+                    own = bias_ptr + expert * 2 * out_size
+                    first = biased(first, own, column_tile * WIDTH, out_size)
+                    second = biased(second, own + out_size, column_tile * WIDTH, out_size)
+                else:
+                    own = bias_ptr + expert * out_size
+                    first = biased(first, own, column_tile * 2 * WIDTH, out_size)
+                    second = biased(second, own, column_tile * 2 * WIDTH + WIDTH, out_size)
             if GATED:
-                store_tile(gated_results(first, second, out.dtype), results, out, row, column_tile * WIDTH)
+                if LIMIT > 0:
+                    gated = _limited_results(first, second, out.dtype, LIMIT, SLOPE)
+                else:
+                    gated = gated_results(first, second, out.dtype)
+                store_tile(gated, results, out, row, column_tile * WIDTH)
             else:
                 store_tile(first.to(out.dtype), results, out, row, column_tile * 2 * WIDTH)
                 store_tile(second.to(out.dtype), results, out, row, column_tile * 2 * WIDTH + WIDTH)
@@ -153,13 +180,15 @@ def _consume(work, CONSUMER: gl.constexpr, GROUP: gl.constexpr, GATED: gl.conste
 
 @gluon.jit(do_not_specialize=["blocks", "column_tiles", "steps", "out_size"])
 def experts_kernel(
-    x, weight, out, experts_ptr, blocks, column_tiles, steps, out_size,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, USE_PDL: gl.constexpr,
+    x, weight, out, experts_ptr, bias_ptr, blocks, column_tiles, steps, out_size,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, LIMIT: gl.constexpr,
+    SLOPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """x [blocks * BLOCK, K], weight [E * out_size, K], or [E * 2 * out_size, K] with GATED, and out [blocks * BLOCK,
     out_size] are tensor descriptors of 16-bit numbers, in blocks of [BLOCK, STEP], [WIDTH, STEP] and [64, WIDTH].
 
-    experts_ptr: int32 [blocks], negative for none.
+    experts_ptr: int32 [blocks], negative for none. BIAS: bias [E, out_size], or with GATED [E, 2 * out_size], is added.
+    A LIMIT above 0 turns the gate into gpt-oss's, with this SLOPE.
     """
     dtype: gl.constexpr = x.dtype
     TOKENS: gl.constexpr = x.block_type.shape[0]
@@ -181,11 +210,13 @@ def experts_kernel(
     fence_async_shared()
     synchronize()
     produce = (x, weight, experts_ptr, tokens_memory, halves, full, empty, blocks, column_tiles, steps, out_size)
-    consume = (out, experts_ptr, tokens, weights, results, full, empty, blocks, column_tiles, steps)
+    consume = (
+        out, experts_ptr, bias_ptr, tokens, weights, results, full, empty, blocks, column_tiles, steps, out_size
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (consume, 0, GROUP, GATED, USE_PDL)),
-            (_consume, (consume, 1, GROUP, GATED, USE_PDL)),
+            (_consume, (consume, 0, GROUP, GATED, BIAS, LIMIT, SLOPE, USE_PDL)),
+            (_consume, (consume, 1, GROUP, GATED, BIAS, LIMIT, SLOPE, USE_PDL)),
             (_produce, (produce, BYTES, GROUP, GATED, USE_PDL)),
         ],
         [4, 1],
@@ -193,10 +224,11 @@ def experts_kernel(
     )
 
 
-def compile_options(*, gated: bool) -> dict[str, Any]:
+def compile_options(*, gated: bool, bias: bool = False, limit: float | None = None) -> dict[str, Any]:
     """Return the constexprs (except USE_PDL) and launch options, those of `hopper.compile_options` for two
     consumers."""
-    return {"STAGES": 4, "GROUP": BLOCKS_TOGETHER, "GATED": gated, "num_warps": 4, "maxnreg": 168}
+    gate = {"GATED": gated, "BIAS": bias, "LIMIT": limit or 0.0, "SLOPE": GATE_SLOPE}
+    return {"STAGES": 4, "GROUP": BLOCKS_TOGETHER, **gate, "num_warps": 4, "maxnreg": 168}
 
 
 def arrange(x: Tensor, assignments: Tensor, block_experts: Tensor, num_assignments: int) -> tuple[Tensor, Tensor]:
@@ -221,9 +253,18 @@ def arrange(x: Tensor, assignments: Tensor, block_experts: Tensor, num_assignmen
     return arranged, places
 
 
-def products(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, gated: bool) -> None:
-    """Multiply x [blocks * BLOCK, K] by the weights [E, N, K] of the blocks' experts and write out [blocks * BLOCK, N].
-    With `gated` the result is silu(gate) * up of weights [E, 2 * N, K].
+def products(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    block_experts: Tensor,
+    *,
+    gated: bool,
+    bias: Tensor | None = None,
+    limit: float | None = None,
+) -> None:
+    """Multiply x [blocks * BLOCK, K] by the weights [E, N, K] of the blocks' experts, add their bias [E, N], and write
+    out [blocks * BLOCK, N]. With `gated` the result is the gate of weights [E, 2 * N, K] (`kernels.fused_experts`).
 
     All are 16-bit, contiguous and aligned to 16 bytes; K and N are multiples of 8. Rows of blocks without an expert are
     not written.
@@ -237,9 +278,11 @@ def products(x: Tensor, weight: Tensor, out: Tensor, block_experts: Tensor, *, g
         TensorMap(out, (CONSUMER_TOKENS, WIDTH), LINES),
     )
     grid = (min(processors(x.device), blocks * column_tiles), 1, 1)
-    _configured(gated)(grid, (block_experts,), (blocks, column_tiles, triton.cdiv(x.shape[1], STEP), out_size), maps)
+    tensors = (block_experts, x if bias is None else bias)
+    configured = _configured(gated, bias is not None, limit)
+    configured(grid, tensors, (blocks, column_tiles, triton.cdiv(x.shape[1], STEP), out_size), maps)
 
 
 @functools.cache
-def _configured(gated: bool) -> Configured:
-    return Configured(experts_kernel, **compile_options(gated=gated))
+def _configured(gated: bool, bias: bool, limit: float | None) -> Configured:
+    return Configured(experts_kernel, **compile_options(gated=gated, bias=bias, limit=limit))

@@ -388,7 +388,6 @@ def wide(
     a bias. The inputs satisfy `hopper_packed.fits`, with at most as many tiles of tokens as multiprocessors."""
     tokens, k = x.shape
     n = weight.out_features // 2 if gated else weight.out_features
-    assert weight.zeros is not None, "products of e2m1 are those of experts"
     assert config.halves == 2 or not gated, "gate and up are two halves"
     if out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)

@@ -32,9 +32,7 @@ __all__ = [
     "TILES",
     "codes_of",
     "dequantize",
-    "e2m1_value",
     "expand_experts",
-    "factors_of",
     "linear_packed",
     "linear_packed_silu_mul",
     "multiply",
@@ -275,33 +273,13 @@ def packed_kernel(
 
 
 @triton.jit
-def e2m1_value(codes):
-    """Return the float32 values of e2m1 codes, int16."""
-    exponent, fraction = (codes >> 1) & 3, (codes & 1).to(tl.float32) * 0.5
-    power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
-    magnitude = tl.where(exponent == 0, fraction, (fraction + 1.0) * power)
-    return tl.where(codes >= 8, -magnitude, magnitude)
-
-
-@triton.jit
-def factors_of(scales, FLOATING: tl.constexpr):
-    """Return scales, or with FLOATING exponents (e8m0), as float32."""
-    if FLOATING:
-        # The smallest exponent gives a subnormal number.
-        bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return scales.to(tl.float32)
-
-
-@triton.jit
 def dequantize_kernel(
     words_ptr, scales_ptr, zeros_ptr, order_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    FLOATING: tl.constexpr, ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
+    ORDERED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Expand words [E, C, N, 32] with scales and zeros [E, G, N] (no zeros if FLOATING), and order [E, K] if ORDERED,
-    to out [E, N, K]. A program has BLOCK_N rows of one chunk of an expert."""
+    """Expand words [E, C, N, 32] with scales and zeros [E, G, N], and order [E, K] if ORDERED, to out [E, N, K]. A
+    program has BLOCK_N rows of one chunk of an expert."""
     PLANES: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = 1 if GROUP >= K else K // GROUP
     chunk = tl.program_id(0)
@@ -319,13 +297,10 @@ def dequantize_kernel(
     for index in tl.static_range(PLANES):
         first = (chunk * PLANES + index) * 32
         group = tl.minimum(first // GROUP, GROUPS - 1)
-        scales = factors_of(tl.load(scales_ptr + group * N + rows, mask=exists, other=0), FLOATING)
+        scales = tl.load(scales_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
+        zeros = tl.load(zeros_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
         codes = (words >> (BITS * index)) & ((1 << BITS) - 1)
-        if FLOATING:
-            weight = e2m1_value(codes) * scales[:, None]
-        else:
-            zeros = tl.load(zeros_ptr + group * N + rows, mask=exists, other=0).to(tl.float32)
-            weight = (codes.to(tl.float32) - zeros[:, None]) * scales[:, None]
+        weight = (codes.to(tl.float32) - zeros[:, None]) * scales[:, None]
         filled = first + lane < K
         columns = first + lane
         if ORDERED:
@@ -338,15 +313,14 @@ def dequantize_kernel(
 def dequantize(
     words: Tensor,
     scales: Tensor,
-    zeros: Tensor | None,
+    zeros: Tensor,
     *,
     bits: int,
     group_size: int,
     in_features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    middle = None if zeros is None else zeros[None]
-    weight = PackedWeight(words[None], scales[None], middle, None, bits, group_size, in_features)
+    weight = PackedWeight(words[None], scales[None], zeros[None], None, bits, group_size, in_features)
     return expand_experts(weight, dtype)[0]
 
 
@@ -433,7 +407,6 @@ def multiply(
     N] if given. With `gated` the result is silu(gate) * up [T, N / 2] of a weight without a bias."""
     tokens, k = x.shape
     n = weight.out_features
-    assert weight.zeros is not None, "products of e2m1 are those of experts"
     if out is None:
         out = torch.empty((tokens, n // 2 if gated else n), dtype=x.dtype, device=x.device)
     grid, partial, counters = split(tile, out, -(-k // chunk_of(weight.bits)), gated=gated)
@@ -466,15 +439,14 @@ def expand_experts(stack: PackedWeight, dtype: torch.dtype) -> Tensor:
         dequantize_kernel,
         (chunks, triton.cdiv(n, _DEQUANTIZED_ROWS), experts),
         (
-            *(stack.words, stack.scales, stack.scales if stack.zeros is None else stack.zeros),
-            *(stack.words if stack.order is None else stack.order, out),
+            *(stack.words, stack.scales, stack.zeros, stack.words if stack.order is None else stack.order),
+            out,
         ),
         N=n,
         K=stack.in_features,
         BITS=stack.bits,
         GROUP=stack.group_size,
         BLOCK_N=_DEQUANTIZED_ROWS,
-        FLOATING=stack.zeros is None,
         ORDERED=stack.order is not None,
     )
     return out
