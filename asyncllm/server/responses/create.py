@@ -31,9 +31,10 @@ from asyncllm.server.responses.output import Event, OutputItems
 from asyncllm.server.responses.requests import (
     InputTokensRequest,
     ResponsesRequest,
+    callable_among,
     check_included,
+    custom_names_of,
     format_of,
-    functions_among,
     logprobs_of,
     tools_of,
 )
@@ -110,7 +111,7 @@ def _options(request: web.Request, body: ResponsesRequest | InputTokensRequest) 
     ApiError."""
     service = service_of(request)
     if service.config.unknown_fields == "ignore":
-        body.tools, left_out = functions_among(body.tools)
+        body.tools, left_out = callable_among(body.tools)
         request[IGNORED] = [*request.get(IGNORED, ()), *(f"tools.{kind}" for kind in left_out)]
     effort = None if body.reasoning is None else body.reasoning.effort
     template = service.template_for(body.model)
@@ -223,7 +224,8 @@ class _Answer:
         self._service = service
         self._body = body
         self._messages = messages
-        self._output = OutputItems(None if logprobs_of(body) is None else self._scored)
+        scored = None if logprobs_of(body) is None else self._scored
+        self._output = OutputItems(scored, custom_names_of(body))
         self._number = 0
         """Number of the next event."""
         self._finish_reason: str | None = None

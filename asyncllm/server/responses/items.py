@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.responses.custom_tools import arguments_of
 from asyncllm.types import Message
 
 __all__ = ["messages_of"]
@@ -17,7 +18,7 @@ ROLES = {"developer": "system"}
 
 
 def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the items as messages. Raises ApiError for items other than text, images, function calls and reasoning."""
+    """Return the items as messages. Raises ApiError for items other than text, images, calls and reasoning."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
@@ -30,13 +31,16 @@ def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
                 text = _text(item.get("content") or item.get("summary") or [], where)
                 if text:
                     _assistant(messages)["reasoning_content"] = text
-            case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+            case "function_call" | "custom_tool_call" as kind:
+                arguments = item.get("arguments", "")
+                if kind == "custom_tool_call":
+                    arguments = arguments_of(_text(item.get("input"), where))
+                function = {"name": item.get("name"), "arguments": arguments}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 if not all(isinstance(item.get(key), str) for key in ("call_id", "name")):
-                    raise _refused(f"{where} is a function_call without call_id or name. Send it as it came.")
+                    raise _refused(f"{where} is a {kind} without call_id or name. Send it as it came.")
                 _assistant(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 if not isinstance(call_id := item.get("call_id"), str):
                     raise _refused(f"{where} is an output without call_id. Send that of the call.")
                 output = _text_and_images(item.get("output"), where)
@@ -44,7 +48,7 @@ def messages_of(items: str | Sequence[dict[str, Any]]) -> list[Message]:
             case kind:
                 raise _refused(
                     f"{where} is of type {str(kind)[:64]!r}. Supported types: message, reasoning, function_call, "
-                    f"function_call_output."
+                    f"custom_tool_call, function_call_output, custom_tool_call_output."
                 )
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:

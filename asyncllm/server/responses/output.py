@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from asyncllm.server.openai.answers import in_order
+from asyncllm.server.responses.custom_tools import InputText
 from asyncllm.types import Chunk, Logprobs
 
 __all__ = ["Event", "OutputItems"]
@@ -14,17 +15,23 @@ __all__ = ["Event", "OutputItems"]
 Event = tuple[str, dict[str, Any]]
 """Type of an event, and its fields except type and number."""
 
-REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
-PREFIXES = {REASONING: "rs_", MESSAGE: "msg_", CALL: "fc_"}
+REASONING, MESSAGE, CALL, CUSTOM = "reasoning", "message", "function_call", "custom_tool_call"
+PREFIXES = {REASONING: "rs_", MESSAGE: "msg_", CALL: "fc_", CUSTOM: "ctc_"}
 TEXT_NAMES = {REASONING: "reasoning_text", MESSAGE: "output_text"}
 
 
 class OutputItems:
     """The output items of one response, built from the chunks of its answer."""
 
-    def __init__(self, scored: Callable[[Logprobs], list[Any]] | None = None) -> None:
-        """`scored`: writes the log-probabilities of a message's tokens, if requested."""
+    def __init__(
+        self, scored: Callable[[Logprobs], list[Any]] | None = None, custom_names: Set[str] = frozenset()
+    ) -> None:
+        """`scored`: writes the log-probabilities of a message's tokens, if requested. `custom_names`: names of tools
+        whose calls have a text instead of arguments."""
         self._scored = scored
+        self._custom_names = custom_names
+        self._input = InputText()
+        """The text of the open call of a custom tool."""
         self._logprobs: list[Any] = []
         """Log-probabilities of the tokens of the open message."""
         self._num_reasoning = 0
@@ -51,8 +58,10 @@ class OutputItems:
                 yield from self._text(MESSAGE, part)
                 continue
             if part.name is not None:
-                yield from self._begin(CALL, {"arguments": "", "call_id": part.id, "name": part.name})
-            if part.arguments:
+                yield from self._begin_call(part.id, part.name)
+            if self.items[-1]["type"] == CUSTOM:
+                yield from self._input_grows(self._input.read(part.arguments))
+            elif part.arguments:
                 self._parts.append(part.arguments)
                 yield "response.function_call_arguments.delta", {**self._place(), "delta": part.arguments}
         self._num_said += len(chunk.text)
@@ -82,6 +91,16 @@ class OutputItems:
             self._logprobs += fields["logprobs"]
         yield f"response.{TEXT_NAMES[kind]}.delta", fields
 
+    def _begin_call(self, call_id: str | None, name: str) -> Iterator[Event]:
+        is_custom = name in self._custom_names
+        kind, empty = (CUSTOM, "input") if is_custom else (CALL, "arguments")
+        yield from self._begin(kind, {empty: "", "call_id": call_id, "name": name})
+        self._input = InputText()
+
+    def _input_grows(self, delta: str) -> Iterator[Event]:
+        if delta:
+            yield "response.custom_tool_call_input.delta", {**self._place(), "delta": delta}
+
     def _begin_text(self, kind: str) -> Iterator[Event]:
         role: dict[str, Any] = {"role": "assistant"} if kind == MESSAGE else {"summary": []}
         yield from self._begin(kind, {**role, "content": []})
@@ -106,7 +125,11 @@ class OutputItems:
         item, place = self.items[-1], self._place()
         item["status"] = status
         text, self._parts = "".join(self._parts), []
-        if item["type"] == CALL:
+        if item["type"] == CUSTOM:
+            yield from self._input_grows(self._input.rest())
+            item["input"] = self._input.text
+            yield "response.custom_tool_call_input.done", {**place, "input": item["input"]}
+        elif item["type"] == CALL:
             item["arguments"] = text
             done = {**place, "name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", done

@@ -12,13 +12,15 @@ from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 from asyncllm.server.request.structure import StructuredOutputs, only_format
+from asyncllm.server.responses.custom_tools import as_function, is_callable
 
 __all__ = [
     "InputTokensRequest",
     "ResponsesRequest",
+    "callable_among",
     "check_included",
+    "custom_names_of",
     "format_of",
-    "functions_among",
     "logprobs_of",
     "tools_of",
 ]
@@ -84,7 +86,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: str | None = None
     """A system message before the input. The next response does not inherit it."""
     tools: Tools | None = None
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -150,19 +152,27 @@ def format_of(body: ResponsesRequest) -> dict[str, Any] | None:
     return only_format(body.structured_outputs, ("text.format", None if body.text is None else body.text.format))
 
 
-def functions_among(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Return the tools that are functions, and the types of the others."""
-    others = [str(tool.get("type"))[:64] for tool in tools or () if tool.get("type") != "function"]
-    return [tool for tool in tools or () if tool.get("type") == "function"] or None, others
+def callable_among(tools: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return the tools that the model may call, and the types of the others."""
+    others = [str(tool.get("type"))[:64] for tool in tools or () if not is_callable(tool)]
+    return [tool for tool in tools or () if is_callable(tool)] or None, others
+
+
+def custom_names_of(body: ResponsesRequest) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    return frozenset(tool["name"] for tool in body.tools or () if tool.get("type") == "custom")
 
 
 def tools_of(body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
-    """Return the callable tools in the chat format. Raises ApiError for tools that are not functions."""
+    """Return the callable tools in the chat format. Raises ApiError for other tools."""
     options: RequestKeywords = {}
     if body.tools:
         options["tools"] = [_function(tool) for tool in body.tools]
     if body.tool_choice is not None:
-        options["tool_choice"] = body.tool_choice
+        chosen = body.tool_choice
+        if isinstance(chosen, dict) and chosen.get("type") == "custom":
+            chosen = {**chosen, "type": "function"}
+        options["tool_choice"] = chosen
     if body.parallel_tool_calls is not None:
         options["parallel_tool_calls"] = body.parallel_tool_calls
     return options
@@ -170,11 +180,13 @@ def tools_of(body: ResponsesRequest | InputTokensRequest) -> RequestKeywords:
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     kind = tool.get("type")
+    if kind == "custom":
+        return {"type": "function", "function": as_function(tool)}
     if kind != "function":
         raise ApiError(
             400,
-            f"There is a tool of type {str(kind)[:64]!r}, and only functions can be called: the server runs no tools "
-            f"of its own. Leave it out, or start the server with --unknown-fields ignore.",
+            f"There is a tool of type {str(kind)[:64]!r}, and only functions and custom tools can be called: the "
+            f"server runs no tools of its own. Leave it out, or start the server with --unknown-fields ignore.",
             code="unsupported_parameter",
             param="tools",
         )

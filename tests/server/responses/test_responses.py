@@ -64,7 +64,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
             part_open = True
         elif kind.endswith(".delta"):
             assert event["item_id"] == item["id"]
-            assert part_open or item["type"] == "function_call"
+            assert part_open or item["type"] in ("function_call", "custom_tool_call")
             text += event["delta"]
         elif kind == "content_part.done":
             assert event["part"]["text"] == text
@@ -75,7 +75,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
             done.append(event["item"])
             item = None
         else:
-            assert event.get("text", event.get("arguments")) == text
+            assert text in (event.get(name) for name in ("text", "arguments", "input"))
     assert item is None
     assert events[-1]["response"]["output"] == done
     assert events[-1]["response"]["id"] == events[0]["response"]["id"]
@@ -386,6 +386,8 @@ async def test_routes_that_are_not_there_say_what_to_do(path: str, word: str) ->
 
 async def test_what_codex_sends_is_taken_where_its_own_tools_are_left_out() -> None:
     shell = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    patch = {"type": "custom", "name": "patch", "format": grammar}
     asked = {
         "model": "fake",
         "instructions": "You are a coder.",
@@ -393,7 +395,7 @@ async def test_what_codex_sends_is_taken_where_its_own_tools_are_left_out() -> N
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
         ],
-        "tools": [shell, {"type": "web_search", "external_web_access": True}, {"type": "custom", "name": "patch"}],
+        "tools": [shell, {"type": "web_search", "external_web_access": True}, patch],
         **{"tool_choice": "auto", "parallel_tool_calls": False, "reasoning": None, "store": False, "stream": False},
         **{"include": ["reasoning.encrypted_content"], "service_tier": None, "prompt_cache_key": "a"},
         **{"text": {"verbosity": "medium"}, "client_metadata": {"session": "a"}},
