@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -32,7 +32,6 @@ from asyncllm.protocol import (
     Command,
     Limits,
     LoadAdapter,
-    OtherRankRefused,
     Sleep,
     StepDropped,
     StepFailed,
@@ -41,6 +40,7 @@ from asyncllm.protocol import (
     UpdateWeights,
     Wake,
 )
+from asyncllm.ranks.calls import RankCall, RankStep
 from asyncllm.ranks.channel import Channel
 from asyncllm.ranks.heartbeat import Heartbeat, Work
 from asyncllm.ranks.messages import (
@@ -82,9 +82,6 @@ _CLOSE_PATIENCE_S = 10.0
 """How long ranks may take to release their resources before they are killed."""
 
 
-_Result = TypeVar("_Result")
-
-
 class RankExecutor:
     """States: new, starting, running, possibly dead, then closed. Written by its event loop's thread."""
 
@@ -101,16 +98,16 @@ class RankExecutor:
         self._processes: list[RankProcess] = []
         self._channels: list[Channel] = []
         self._ready: list[asyncio.Future[Limits]] = []
-        self._unanswered: list[deque[_Step]] = []
+        self._unanswered: list[deque[RankStep]] = []
         """By rank, the steps that it has not answered, oldest first."""
-        self._command: _Call[None] | None = None
+        self._command: RankCall[None] | None = None
         """The command under way."""
-        self._adapters: dict[int, _Call[str]] = {}
+        self._adapters: dict[int, RankCall[str]] = {}
         """By number, the adapters that some rank is still reading."""
         self._heartbeat = Heartbeat(
             config.tp, work=self._work, ask=lambda: self._send_all(encode(Ping())), on_silence=self._end_hung
         )
-        self._grammars: dict[int, _Call[None]] = {}
+        self._grammars: dict[int, RankCall[None]] = {}
         """By number, the grammars that some rank is still compiling."""
         self._forgotten: deque[int] = deque()
         """Numbers of grammars that nothing refers to any more. Written by the thread that drops the last reference."""
@@ -220,7 +217,7 @@ class RankExecutor:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
             self._send_all(encode(ForgetGrammars(numbers)))
         self._heartbeat.begin()
-        step = _Step(future, self.num_ranks)
+        step = RankStep(future, self.num_ranks)
         stripped, pixels = without_pixels(batch, self._pixels)
         message, images = encode(RunStep(stripped)), [encode_pixels(each) for each in pixels]
         for channel, unanswered in zip(self._channels, self._unanswered, strict=True):
@@ -239,7 +236,7 @@ class RankExecutor:
         future: asyncio.Future[None] = self._new_future()
         if future.done():
             return future
-        self._command = _Call(future, self.num_ranks)
+        self._command = RankCall(future, self.num_ranks)
         self._heartbeat.begin()
         match command:
             case Sleep() | Wake() | TakeVocabulary():
@@ -258,7 +255,7 @@ class RankExecutor:
             return future
         text = grammar.text
         weakref.finalize(grammar, self._forgotten.append, text.number).atexit = False
-        self._grammars[text.number] = _Call(future, self.num_ranks)
+        self._grammars[text.number] = RankCall(future, self.num_ranks)
         self._heartbeat.begin()
         self._send_all(encode(TakeGrammar(text)))
         return future
@@ -271,7 +268,7 @@ class RankExecutor:
         future: asyncio.Future[str] = self._new_future()
         if future.done():
             return future
-        self._adapters[adapter.number] = _Call(future, self.num_ranks)
+        self._adapters[adapter.number] = RankCall(future, self.num_ranks)
         self._heartbeat.begin()
         self._send_all(encode(TakeAdapter(adapter)))
         return future
@@ -292,9 +289,7 @@ class RankExecutor:
             taken.failures.append(_changed_meanwhile("The adapter's files"))
         if taken.failures:
             self.drop_adapter(number)
-            set_exception(taken.future, taken.failures[0])
-        else:
-            set_result(taken.future, digest)
+        taken.settle(digest)
 
     def _work(self) -> Work | None:
         """Return the kind of work that the ranks have, if any."""
@@ -322,10 +317,7 @@ class RankExecutor:
         if not taken.answered(failure):
             return
         del self._grammars[number]
-        if taken.failures:
-            set_exception(taken.future, taken.failures[0])
-        else:
-            set_result(taken.future, None)
+        taken.settle(None)
 
     def _send_weights(self, weights: Mapping[str, Any]) -> None:
         """Copy new weights to shared memory in a thread, then send them."""
@@ -389,7 +381,7 @@ class RankExecutor:
             case CarriedOut(failure):
                 self._carried_out(failure)
 
-    def _step_done(self, rank: int, step: _Step, output: StepOutput | None, failure: Failure | None) -> None:
+    def _step_done(self, rank: int, step: RankStep, output: StepOutput | None, failure: Failure | None) -> None:
         """Record how a step ended for a rank: in the same way as for all others, or the ranks disagree."""
         step.waits_for -= 1
         error = None if failure is None else failure.error()
@@ -411,7 +403,7 @@ class RankExecutor:
         if step.future.done():
             self._on_step()
 
-    def _check_agreement(self, step: _Step, error: Exception) -> None:
+    def _check_agreement(self, step: RankStep, error: Exception) -> None:
         """End all ranks if one has failed in a step that others do not finish, because they wait for it."""
         if step.waits_for and self._error is None and self._state == "running":
             alone = RemoteError(f"A rank failed in a step that others do not come out of: {error.__cause__!r}.")
@@ -436,7 +428,7 @@ class RankExecutor:
             set_exception(command.future, error if not isinstance(error, AsyncLLMError) else dead(error))
             self._die(error)
 
-    def _check_command(self, command: _Call[None]) -> None:
+    def _check_command(self, command: RankCall[None]) -> None:
         """End all ranks if one has refused a command that others do not finish, because they wait for it."""
         if self._command is command and self._error is None and self._state == "running":
             error = command.cause()
@@ -548,41 +540,6 @@ class RankExecutor:
         for process in self._processes:
             process.end.close()
             process.kill_and_wait()
-
-
-class _Step:
-    """A step that at least one rank has not answered."""
-
-    __slots__ = ("answered", "error", "future", "waits_for")
-
-    def __init__(self, future: asyncio.Future[StepOutput], num_ranks: int) -> None:
-        self.future = future
-        self.waits_for = num_ranks
-        self.answered = False
-        self.error: Exception | None = None
-        """How it ended for the ranks that have answered."""
-
-
-class _Call(Generic[_Result]):
-    """A command, an adapter or a grammar that at least one rank has not answered."""
-
-    def __init__(self, future: asyncio.Future[_Result], num_ranks: int) -> None:
-        self.future = future
-        self.waits_for = num_ranks
-        self.failures: list[Exception] = []
-        self.results: set[_Result] = set()
-        """The distinct results of the ranks that return one."""
-
-    def answered(self, failure: Failure | None) -> bool:
-        """Record how the call ended for a rank. Return whether that was the last one."""
-        self.waits_for -= 1
-        if failure is not None:
-            self.failures.append(failure.error())
-        return not self.waits_for
-
-    def cause(self) -> Exception:
-        """Return the failure from which the others may have followed."""
-        return next((error for error in self.failures if not isinstance(error, OtherRankRefused)), self.failures[0])
 
 
 def _changed_meanwhile(files: str) -> InvalidCheckpoint:
