@@ -57,10 +57,10 @@ import signal
 import time
 import torch
 import torch.distributed as dist
-from asyncllm.models import registry
+from asyncllm.models import build
 from asyncllm.ranks.rank import Rank
 
-load, send = registry.load, Rank._send
+load, send = build.load, Rank._send
 
 def late(self, message):
     time.sleep(0.5)  # in which the other must not come to fail
@@ -76,7 +76,7 @@ def faulty(*arguments):
     dist.all_reduce(torch.ones(1))  # which the other's death breaks
     return load(*arguments)
 
-registry.load = faulty
+build.load = faulty
 """
 GREEDY = GenerationConfig(max_new_tokens=6, ignore_eos=True, temperature=0.0)
 
