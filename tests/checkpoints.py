@@ -31,7 +31,7 @@ __all__ = [
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
 
-UNMAPPED = {"mistral4": "Mistral4ForCausalLM"}
+UNMAPPED = {"mistral4": "Mistral4ForCausalLM", "step3p7": "Step3p7ForConditionalGeneration"}
 """Types of models whose class transformers has, and does not find by itself."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
@@ -177,7 +177,7 @@ def _rewrite(folder: Path, fields: Mapping[str, Any], layout: Layout) -> None:
 
 def _stores_less(model_type: str) -> bool:
     """Return whether norms store less than their weights, by 1."""
-    return model_type in ("nemotron", "vaultgemma", "gemma", "gemma2", "gemma3_text", "gemma3")
+    return model_type in ("nemotron", "vaultgemma", "gemma", "gemma2", "gemma3_text", "gemma3", "step3p7")
 
 
 def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> None:

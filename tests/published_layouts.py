@@ -55,6 +55,23 @@ def _stacked_experts(tensors: Tensors) -> Tensors:
     return stacked
 
 
+class _Language(Layout):
+    """The language model of a vision-language model."""
+
+    def native_fields(self, fields: Fields) -> Fields:
+        text = {**super().native_fields(fields), "model_type": self.model_type}
+        tower = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14}
+        return {"model_type": self.native_type, "text_config": text, "vision_config": tower}
+
+
+def _without_tower(tensors: Tensors, fields: Fields) -> Tensors:
+    towers = ("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector.")
+    return {
+        **{name: tensor for name, tensor in tensors.items() if not name.startswith(towers)},
+        "model.layers.4.eh_proj.weight": torch.ones(64, 128),
+    }
+
+
 _FACTORS = {
     **{"full_attn_alpha_factor": 1.7, "full_attn_beta_factor": 0.8},
     **{"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9},
@@ -62,6 +79,14 @@ _FACTORS = {
 }
 
 PUBLISHED: dict[str, Layout] = {
+    "step3p5": _Language(
+        "step3p5",
+        "step3p5",
+        "step3p7",
+        "Step3p5ForCausalLM",
+        extra={"num_nextn_predict_layers": 1, "swiglu_limits": [0.0, 0.3, 0.0, 0.4, 0.0]},
+        rename=_without_tower,
+    ),
     "bailing_hybrid_published": Layout(
         "bailing_hybrid",
         "bailing_hybrid",

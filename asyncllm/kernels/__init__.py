@@ -1,7 +1,16 @@
 """The ops that layers may call: one function each, whose body is the plain torch reference and the CPU
 implementation."""
 
-from asyncllm.kernels.activation import ActivationKind, activate, gelu_tanh_mul, sigmoid, silu, silu_mul, softplus
+from asyncllm.kernels.activation import (
+    ActivationKind,
+    activate,
+    clipped_silu_mul,
+    gelu_tanh_mul,
+    sigmoid,
+    silu,
+    silu_mul,
+    softplus,
+)
 from asyncllm.kernels.attention import (
     DecodePlan,
     PrefillPlan,
@@ -101,6 +110,7 @@ __all__ = [
     "add_rms_norm_rounded",
     "apply_rotary",
     "chosen_latent_attention",
+    "clipped_silu_mul",
     "copy_blocks",
     "embed",
     "expand_lora",

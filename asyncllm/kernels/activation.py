@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["ActivationKind", "activate", "gelu_tanh_mul", "sigmoid", "silu", "silu_mul", "softplus"]
+__all__ = ["ActivationKind", "activate", "clipped_silu_mul", "gelu_tanh_mul", "sigmoid", "silu", "silu_mul", "softplus"]
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 
@@ -50,6 +50,12 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh form of gelu. x [..., 2I], gate first -> [..., I]. GeGLU (Shazeer, 2020)."""
     gate, up = x.chunk(2, -1)
     return alike(_gelu_tanh, gate).mul_(up)
+
+
+def clipped_silu_mul(x: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * up, with up within the limit on both sides. x [..., 2I], gate first -> [..., I]."""
+    gate, up = x.chunk(2, -1)
+    return alike(F.silu, gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.kernels.activation import activate, gelu_tanh_mul, sigmoid, silu_mul
+from asyncllm.kernels.activation import activate, clipped_silu_mul, gelu_tanh_mul, sigmoid, silu_mul
 from asyncllm.kernels.dispatch import op
 
 __all__ = ["Routing", "fused_experts", "fused_experts_invariant", "gate_of_experts", "route"]
@@ -105,8 +105,9 @@ def fused_experts(
     An id of -1 stands for an expert on another rank, which has weight 0 and adds nothing; `num_chosen_from` is the
     number of experts including those, if it exceeds E, and does not change the result. The gate is SwiGLU; with a limit
     it is gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), with gate at most the limit and up within it on both sides;
-    with `gelu` it is GELU in the tanh approximation. Both products and the activation are rounded to x's dtype; the sum
-    over experts is float32. A token's result depends only on its own row.
+    with a negative one, `clipped_silu_mul` of its absolute value; with `gelu` it is GELU in the tanh approximation.
+    Both products and the activation are rounded to x's dtype; the sum over experts is float32. A token's result depends
+    only on its own row.
     """
     top_k = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
@@ -134,7 +135,9 @@ def gate_of_experts(x: Tensor, size: int, *, limit: float | None = None, gelu: b
         return activate(x, "squared_relu")
     if gelu:
         return gelu_tanh_mul(x)
-    return silu_mul(x) if limit is None else _limited_mul(x, limit)
+    if limit is None:
+        return silu_mul(x)
+    return _limited_mul(x, limit) if limit > 0 else clipped_silu_mul(x, -limit)
 
 
 def _limited_mul(x: Tensor, limit: float) -> Tensor:

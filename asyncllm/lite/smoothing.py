@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from asyncllm.layers.alternating_updates import AltUp
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.block import AnyBlock, ParallelBlock, PostNormBlock, SingleBlock, StreamNormBlock
+from asyncllm.layers.clipped_mlp import ClippedMLP
 from asyncllm.layers.delta_net import GatedDeltaNet
 from asyncllm.layers.gated_attention import HeadGatedAttention
 from asyncllm.layers.joint_mixers import JointMixers
@@ -271,7 +272,9 @@ def _within_mlp(mlp: nn.Module) -> Iterator[Group]:
     produces. A plain MLP has its activation in between."""
     if isinstance(mlp, NormedMoE):
         yield from _after_norm(mlp.input_norm, _expert_consumers(mlp))
-    if not isinstance(mlp, GatedMLP | MoE) or isinstance(mlp, PlainMoE) or (isinstance(mlp, MoE) and mlp.limit):
+    if not isinstance(mlp, GatedMLP | MoE) or isinstance(mlp, ClippedMLP | PlainMoE):
+        return
+    if isinstance(mlp, MoE) and mlp.limit is not None:
         return
     up = mlp.gate_up.rows["up"]
     rows = torch.arange(up.start, up.stop)

@@ -38,7 +38,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     """Whether the router and the experts have biases."""
     limit: float | None = None
-    """Bound on the inputs of the experts' gate, which is then gpt-oss's."""
+    """Limit of the experts' gate, see `kernels.fused_experts`."""
 
 
 class ScoreHeadConfig(msgspec.Struct, frozen=True, kw_only=True):

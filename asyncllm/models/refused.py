@@ -215,9 +215,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "YuanForCausalLM": Refused("Yuan 2", "its filters in front of attention are not implemented", "LlamaForCausalLM"),
     "TeleChatForCausalLM": Refused("TeleChat 7B, 12B", "its tensor names are not supported", "LlamaForCausalLM"),
     "TeleChat3ForCausalLM": Refused("TeleChat3 36B", NO_REFERENCE, "LlamaForCausalLM"),
-    "Step3p5ForCausalLM": Refused(
-        "Step 3.5 Flash", "limits of SwiGLU behind its activation are not implemented", "LagunaForCausalLM"
-    ),
     "SkyworkForCausalLM": Refused("Skywork 13B", NO_REFERENCE, "LlamaForCausalLM"),
     "Phi4FlashForCausalLM": Refused(
         "Phi-4-mini-flash", "layers that share the state of another are not implemented", "Phi3ForCausalLM"

@@ -1,5 +1,5 @@
-"""The mixture-of-experts kernels as they run for Mixtral 8x7B, Qwen3-30B-A3B, Gemma 4 26B-A4B and,
-the routing, DeepSeek-V3."""
+"""The mixture-of-experts kernels as they run for Mixtral 8x7B, Qwen3-30B-A3B, Gemma 4 26B-A4B, Step 3.5 Flash and, the
+routing, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ MODELS = {
     "qwen3": (2048, 768, 8, 128),
     "deepseek_v3": (7168, 2048, 8, 256),
     "gemma4": (2816, 704, 8, 128),
+    "step3p5": (4096, 1280, 8, 288),
 }
 """hidden size, expert size, top k, experts"""
 
@@ -29,7 +30,7 @@ def matmul(model: str, swiglu: bool, block_tokens: int, dtype: str = "bf16") -> 
         "ASSIGNMENTS_PER_X": top_k if swiglu else 1,
         "SWIGLU": swiglu,
         "BIAS": False,
-        "LIMIT": moe.GELU if model == "gemma4" else 0.0,
+        "LIMIT": {"gemma4": moe.GELU, "step3p5": -7.0}.get(model, 0.0),
         "SLOPE": moe.GATE_SLOPE,
         "BLOCK_TOKENS": block_tokens,
         "TILE_ROWS": tile.rows,
@@ -167,6 +168,7 @@ CASES = [
     *(few(model, second) for model in ("mixtral", "qwen3") for second in (False, True)),
     matmul("qwen3", True, 16, dtype="fp32"),
     matmul("gemma4", True, 64),
+    matmul("step3p5", True, 64),
     route("qwen3"),
     route("deepseek_v3", groups=8),
     group("qwen3", expert_blocks.FEW_ASSIGNMENTS),

@@ -185,7 +185,7 @@ def test_experts_without_a_gate(ops: tuple, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize(("limit", "gelu"), [(None, False), (0.5, False), (None, True)])
+@pytest.mark.parametrize(("limit", "gelu"), [(None, False), (0.5, False), (-0.3, False), (None, True)])
 def test_fused_experts_with_biases_and_other_gates(ops: tuple, tokens: int, limit: float | None, gelu: bool) -> None:
     """Token by token, in float64."""
     x, gate_up, down = random(tokens, 6), random(8, 10, 6, seed=1), random(8, 6, 5, seed=2)
@@ -199,6 +199,8 @@ def test_fused_experts_with_biases_and_other_gates(ops: tuple, tokens: int, limi
         gate, up = product.chunk(2)
         if limit is None:
             hidden = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+        elif limit < 0:
+            hidden = F.silu(gate).clamp(max=-limit) * up.clamp(limit, -limit)
         else:
             gate = gate.clamp(max=limit)
             hidden = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -221,7 +223,8 @@ def test_fused_experts_rounds_where_its_reference_does(dtype: torch.dtype) -> No
 @UNWRITTEN
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("limit", "gelu", "gated"), [(None, False, True), (0.5, False, True), (None, True, True), (None, False, False)]
+    ("limit", "gelu", "gated"),
+    [(None, False, True), (0.5, False, True), (-0.3, False, True), (None, True, True), (None, False, False)],
 )
 def test_few_tokens_are_not_grouped(
     dtype: torch.dtype, limit: float | None, gelu: bool, gated: bool, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ FAMILIES = {
 KINDS_OF_LAYERS = {
     "deepseek_v32": 18,  # an index, which reads the norm and the bottleneck of queries; an MLP, then experts
     "bailing_hybrid": 40,  # delta nets, and latent attention with gates of heads, which read the norm too
+    "step3p5": 14,  # gated heads, experts with a shared MLP, and limits of what gates multiply
     "longcat_flash": 30,  # two attentions and MLPs, of whose norms some experts return one's features themselves
     "nemotron_h": 8,  # single branches: Mamba-2, attention with values, and MLPs
     "olmo_hybrid": 18,  # gated delta nets behind norms, attention before norms
@@ -101,7 +102,7 @@ STATES = ("x_proj", "dt_proj", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_
 CHOICES = ("classifier", "gate", "weights_proj")
 """What chooses experts, and tokens to attend to."""
 
-BESIDE_LAYERS = {"lm_head", "output", "model.decoder.project_in"}
+BESIDE_LAYERS = {"lm_head", "output", "model.decoder.project_in", "model.layers.4.eh_proj"}
 """Matrices of no layer."""
 
 

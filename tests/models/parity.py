@@ -172,7 +172,11 @@ class Case:
             rope["long_factor"] = [1.5 + 0.4 * index for index in range(half)] if apart else rope["short_factor"]
         position = DYNAMIC_MAX_POSITION if self.scaling == "dynamic" else 256
         tiny, layout = tiny_fields(self.family), LAYOUTS.get(self.family)
-        given = "rope_parameters" in tiny or (layout is not None and layout.rope is not None)
+        given = (
+            "rope_parameters" in tiny
+            or isinstance(tiny.get("rope_theta"), list)
+            or (layout is not None and layout.rope is not None)
+        )
         length = "seq_length" if "seq_length" in tiny else "max_position_embeddings"
         return {length: position} if given else {"rope_parameters": rope, length: position}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from asyncllm.layers.block import Block, ParallelBlock, PostNormBlock
+from asyncllm.layers.clipped_mlp import ClippedMLP
 from asyncllm.layers.layer_norm import LayerNorm
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
@@ -125,6 +126,13 @@ def structure(model: DecoderLM) -> Iterator[Mechanism]:
         weight = model.layers[-1].mlp.gate_up.weight
         weight.copy_(weight.roll(weight.shape[-2] // 2, dims=-2).clone())
 
+    def without_limits(model: DecoderLM) -> None:
+        for module in model.modules():
+            if isinstance(module, ClippedMLP):
+                module.limit = 1e9
+
+    if any(isinstance(module, ClippedMLP) for module in model.modules()):
+        yield "no limits of MLPs", without_limits
     if "gate" in getattr(getattr(model.layers[-1].mlp, "gate_up", None), "rows", ()):
         yield "gate and up swapped", swap_gate_and_up
     if any(isinstance(block, ParallelBlock) for block in model.layers):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.models.build import open_model
 from asyncllm.models.mimo_v2_flash import MiMoV2FlashConfig
+from asyncllm.models.step3p5 import Step3p5Config
 from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
 
@@ -148,3 +149,38 @@ def test_classes_of_other_families_in_files_of_transformers(tmp_path: Path, fami
 def test_bounds_of_ling_that_are_none(tmp_path: Path, bound: Any) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"kda_lower_bound = .*, where a number below 0 belongs"):
         read(tmp_path, {"kda_lower_bound": bound}, tiny("BailingHybridForCausalLM"))
+
+
+def test_entries_of_step_by_layer(tmp_path: Path) -> None:
+    """Published files give rotations by layer and say further layers; transformers writes them by kind."""
+    base = tiny("Step3p5ForCausalLM")
+    config = read(tmp_path, {}, base)
+    assert isinstance(config, Step3p5Config)
+    kinds = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+    }
+    written = {
+        **{"rope_parameters": kinds, "rope_theta": ABSENT, "partial_rotary_factors": ABSENT, "moe_layers_enum": ABSENT},
+        **{"mlp_layer_types": ["dense", "sparse"] * 2, "attention_other_setting": ABSENT},
+        **{"num_sliding_attention_heads": 6},
+        "per_layer_config": {"1": {"num_attention_heads": 6}, "2": {"num_attention_heads": 6}},
+    }
+    assert read(tmp_path, written, base) == config
+    assert read(tmp_path, {"moe_layers_enum": [1, 3], "swiglu_limits": [None, 0.3, None, 0.4]}, base) == config
+    assert read(tmp_path, {"swiglu_limits": None, "rope_theta": 700.0}, base).limits == (None,) * 4  # type: ignore[attr-defined]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    ropes = read(tmp_path, {"rope_scaling": scaling}, base).layer_ropes
+    assert [rope.kind for rope in ropes if rope is not None] == ["linear", "default", "default", "linear"]
+    for changes in (
+        {"rope_theta": [5000.0, 500.0, 600.0, 5000.0]},
+        {"zero_centered": False},
+        {"use_rope_layers": [1]},
+        {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 1}},
+        {"per_layer_config": {"1": {"num_attention_heads": 4}}},
+    ):
+        with pytest.raises(UnsupportedModel):
+            read(tmp_path, changes, base)
+    for changes in ({"rope_theta": [1.0]}, {"moe_layers_enum": "1,x"}, {"swiglu_limits": [7.0]}):
+        with pytest.raises(InvalidCheckpoint, match=next(iter(changes))):
+            read(tmp_path, changes, base)

@@ -16,7 +16,7 @@ from asyncllm.kernels.triton.launch import Configured, launch
 
 __all__ = ["GELU", "activate", "apply_gate", "apply_limited_gate", "gelu_tanh_mul", "silu_mul"]
 
-GELU = -1.0
+GELU = -1e30
 """Value of a limit that selects GELU's gate."""
 
 COLUMNS = 1024
@@ -47,15 +47,21 @@ def apply_gate(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
 @triton.jit
 def apply_limited_gate(gate, up, dtype: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
     """Return the experts' gated products in float32, from float32 sums that are rounded to `dtype` first. The gate is
-    SwiGLU; with a LIMIT above 0 it is gpt-oss's, with this SLOPE; with a LIMIT below 0 it is GELU's."""
+    SwiGLU; with a LIMIT above 0 it is gpt-oss's, with this SLOPE; with a LIMIT below 0 SwiGLU's silu is at most -LIMIT
+    and `up` within it; with a LIMIT of `GELU` it is GELU's."""
     gate = round_to(gate, dtype).to(tl.float32)
     up = round_to(up, dtype).to(tl.float32)
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         return (up + 1.0) * gate / (1.0 + tl.exp(-(gate * SLOPE)))
+    elif LIMIT < -1e29:
+        return apply_gate(gate, up, dtype, True).to(tl.float32)
+    elif LIMIT < 0:
+        active = tl.minimum(round_to(gate * _sigmoid(gate), dtype).to(tl.float32), -LIMIT)
+        return round_to(active * tl.minimum(tl.maximum(up, LIMIT), -LIMIT), dtype).to(tl.float32)
     else:
-        return apply_gate(gate, up, dtype, LIMIT < 0).to(tl.float32)
+        return apply_gate(gate, up, dtype, False).to(tl.float32)
 
 
 @triton.jit

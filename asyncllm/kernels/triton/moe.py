@@ -210,7 +210,7 @@ def grouped_matmul_kernel(
     """y[a] = weight[expert of a] @ x[a // ASSIGNMENTS_PER_X], through SwiGLU if requested, for every assignment a.
 
     x [*, COLUMNS], weight [E, ROWS, COLUMNS], y [num_assignments, ROWS or, with SWIGLU, ROWS // 2]. BIAS: bias [E,
-    ROWS] is added. A LIMIT above 0 turns SwiGLU into gpt-oss's gate, with this SLOPE; below 0, the gate is GELU's.
+    ROWS] is added. SWIGLU's gate is that of `apply_limited_gate`, with LIMIT and SLOPE.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TILE_OUTPUTS: tl.constexpr = TILE_ROWS // 2 if SWIGLU else TILE_ROWS
