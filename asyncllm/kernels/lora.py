@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.kernels.activation import gelu_tanh_mul, silu_mul
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.linear import linear
 
@@ -20,6 +21,7 @@ __all__ = [
     "RowGroups",
     "ShrunkRows",
     "expand_lora",
+    "expand_lora_gated",
     "group_rows",
     "linear_shrink_lora",
     "shrink_lora",
@@ -151,6 +153,22 @@ def expand_lora(
             y[rows, first : first + size] = (y[rows, first : first + size] + added).to(y.dtype)
             first += size
     return y
+
+
+@op("lora:expand_lora_gated")
+def expand_lora_gated(
+    y: Tensor,
+    shrunk: ShrunkRows,
+    slots: Tensor,
+    lora: LoRAWeights,
+    *,
+    groups: RowGroups | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """Return `silu_mul`, or with `gelu` `gelu_tanh_mul`, of `expand_lora` [T, out / 2]. What y holds afterwards is
+    unspecified."""
+    y = expand_lora(y, shrunk, slots, lora, groups=groups)
+    return gelu_tanh_mul(y) if gelu else silu_mul(y)
 
 
 def _rows_by_slot(slots: Tensor, lora: LoRAWeights, groups: RowGroups | None) -> Iterator[tuple[int, int, Tensor]]:

@@ -5,7 +5,8 @@ The method stores the weight and multiplies (`layers.linear_method`, where a qua
 A shard is the part that `divide` leaves to a rank, on the meta device, according to `shard`, `unit` and the parts in
 `rows`. If it is part of the input features, the ranks' results are summed.
 
-Adapters are selected by row, as the step says. In steps with adapters, no op fuses the product with what follows.
+Adapters are selected by row, as the step says. In steps with adapters, no op fuses the product with what follows;
+their additions to gate and up are fused with the gate.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class RowAdapters(Protocol):
 
     def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
         """Return the products y [T, out] with the rows' additions, in y's memory or new."""
+
+    def expand_gated(self, y: Tensor, shrunk: ShrunkRows, activation: Activation, step: StepInputs) -> Tensor:
+        """Return activation(gate) * up [T, out / 2] of the products y [T, out] with the rows' additions, gate first.
+        What y holds afterwards is unspecified."""
 
 
 class Linear(Weighted):
@@ -98,7 +103,12 @@ class MergedLinear(Linear):
         """Return activation(gate) * up of the parts gate and up, if that is one op; otherwise None."""
         if isinstance(x, RoundedRows):
             return self.method.product_gated_rounded(self, x, activation)
-        return None if self.adds(step) else self.method.product_gated(self, x, activation)
+        if not self.adds(step):
+            return self.method.product_gated(self, x, activation)
+        if self.adapters is None or not step.adapted or self.image_rows is not None:
+            return None
+        y, shrunk = self.adapters.product(self, x, step)
+        return self.adapters.expand_gated(y, shrunk, activation, step)
 
 
 class QKVLinear(MergedLinear):

@@ -8,7 +8,7 @@ from torch import Tensor
 from asyncllm import kernels
 from asyncllm.kernels import LoRAWeights, ShrunkRows
 from asyncllm.kernels.lora import FEW_ROWS
-from asyncllm.layers.linear_method import Weighted
+from asyncllm.layers.linear_method import Activation, Weighted
 from asyncllm.layers.step_inputs import Column, StepInputs
 
 __all__ = ["ADAPTER_SLOTS", "LayerAdapters", "group_adapters"]
@@ -37,6 +37,11 @@ class LayerAdapters:
 
     def expand(self, y: Tensor, shrunk: ShrunkRows, step: StepInputs) -> Tensor:
         return kernels.expand_lora(y, shrunk, step[ADAPTER_SLOTS], self.weights, groups=step.adapter_groups)
+
+    def expand_gated(self, y: Tensor, shrunk: ShrunkRows, activation: Activation, step: StepInputs) -> Tensor:
+        slots, groups = step[ADAPTER_SLOTS], step.adapter_groups
+        gelu = activation == "gelu_tanh"
+        return kernels.expand_lora_gated(y, shrunk, slots, self.weights, groups=groups, gelu=gelu)
 
 
 def group_adapters(step: StepInputs) -> None:

@@ -12,7 +12,13 @@ from asyncllm.kernels.triton.lora_groups import (
     group_starts_kernel,
     shrink_group_kernel,
 )
-from asyncllm.kernels.triton.lora_rows import MAX_RANK, SPAN, expand_row_kernel, shrink_row_kernel
+from asyncllm.kernels.triton.lora_rows import (
+    MAX_RANK,
+    SPAN,
+    expand_gated_row_kernel,
+    expand_row_kernel,
+    shrink_row_kernel,
+)
 from asyncllm.kernels.triton.lora_rows import splits_of as splits_of_row
 from tests.kernels.offline import Case
 
@@ -42,6 +48,7 @@ def _row_cases(rank: int, *, beside: bool = False) -> list[Case]:
     splits = splits_of_row(K)
     shrink = {**_same(rank), "K": K, "SPAN": SPAN, "BLOCK_K": 8192 // rank, "BESIDE": beside}
     expand = {**_same(rank), **SIZES_BY_NAME, "BLOCK_N": 8192 // rank, "SPLITS": splits, "ALL_SPLITS": splits}
+    gated = {**_same(rank), "WIDTH": 2 * rank, "SIZE": 14336, "BLOCK_N": 4096 // rank, "GELU": False}
     types = {"slots_ptr": "*i32", "ranks_ptr": "*i32", "h_ptr": "*fp32", "tokens": "i32"}
     return [
         Case(
@@ -51,6 +58,12 @@ def _row_cases(rank: int, *, beside: bool = False) -> list[Case]:
             shrink,
         ),
         Case(f"expand a row {rank}", expand_row_kernel, {**types, "b_ptr": "*bf16", "y_ptr": "*bf16"}, expand),
+        Case(
+            f"expand a row with its gate {rank}",
+            expand_gated_row_kernel,
+            {**types, "b_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16"},
+            {**gated, "SPLITS": splits, "ALL_SPLITS": splits},
+        ),
     ]
 
 

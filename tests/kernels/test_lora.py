@@ -114,6 +114,43 @@ def test_the_kernels_do_as_the_reference(
     assert torch.equal(found, y) == (not changed)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_single", "num_grouped", "size", "rank", "dtype"),
+    [
+        (1, 1, 0, 24, 32, torch.float32),
+        (21, 21, 0, 300, 32, torch.bfloat16),
+        (21, 21, 0, 70, MAX_RANK, torch.float16),
+        (70, 66, 0, 33, 32, torch.bfloat16),
+        (21, 21, 0, 33, 4 * MAX_RANK, torch.float32),
+        (70, 0, 70, 33, 32, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_gate_follows_the_additions(
+    tokens: int, num_single: int, num_grouped: int, size: int, rank: int, dtype: torch.dtype, gelu: bool
+) -> None:
+    seed, k = fresh_seed(), 90
+    lora = weights(seed, (size, size), k, rank=rank, dtype=dtype)
+    x, y = random(tokens, k, seed=seed, dtype=dtype), random(tokens, 2 * size, seed=1, dtype=dtype)
+    slots = slots_of(tokens, seed)
+
+    def run() -> Tensor:
+        groups = lora_groups.group_rows(slots[:num_grouped]) if num_grouped else None
+        shrunk = launchers.shrink_lora(x, slots, lora, num_single=num_single, groups=groups)
+        poison((tokens, size), dtype=dtype)
+        return launchers.expand_lora_gated(y.clone(), shrunk, slots, lora, groups=groups, gelu=gelu)
+
+    gate = kernels.gelu_tanh_mul if gelu else kernels.silu_mul
+    found, expected = assert_repeatable(run), gate(add_reference(y.clone(), x, slots, lora))
+    shrunk = kernels.shrink_lora.reference(x, slots, lora)
+    by_reference = kernels.expand_lora_gated.reference(y.clone(), shrunk, slots, lora, gelu=gelu)
+    assert torch.equal(by_reference, expected)
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * k)
+    alone = launchers.silu_mul(y) if not gelu else launchers.gelu_tanh_mul(y)
+    assert torch.equal(found[slots == -1], alone[slots == -1]), "rows without an adapter have the gate alone"
+
+
 def in_groups(y: Tensor, x: Tensor, slots: Tensor, lora: LoRAWeights) -> Tensor:
     return add(y, x, slots, lora, groups=lora_groups.group_rows(slots))
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.lora import FEW_ROWS, LoRAWeights, RowGroups, ShrunkRows
+from asyncllm.kernels.triton.activation import gelu_tanh_mul, silu_mul
 from asyncllm.kernels.triton.language import dot, release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 from asyncllm.kernels.triton.lora_groups import expand_groups, shrink_groups
@@ -26,6 +27,7 @@ from asyncllm.kernels.triton.lora_rows import (
     MAX_RANK,
     empty_sums,
     expand_rows,
+    expand_rows_gated,
     layout_of,
     part_of,
     shrink_rows,
@@ -38,6 +40,7 @@ __all__ = [
     "BLOCK_T",
     "expand_kernel",
     "expand_lora",
+    "expand_lora_gated",
     "shrink_kernel",
     "shrink_lora",
     "splits_of",
@@ -194,6 +197,22 @@ def expand_lora(
         expand_rows(y[:single], shrunk.first, slots[:single], lora)
     _expand_tiles(y[single:], shrunk.rest, slots[single:], lora)
     return y
+
+
+def expand_lora_gated(
+    y: Tensor,
+    shrunk: ShrunkRows,
+    slots: Tensor,
+    lora: LoRAWeights,
+    *,
+    groups: RowGroups | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    by_row = groups is None and not shrunk.rest.shape[1] and lora.b.shape[-1] <= MAX_RANK
+    if by_row and len(lora.sizes) == 2:
+        return expand_rows_gated(y.contiguous(), shrunk.first, slots, lora, gelu=gelu)
+    y = expand_lora(y, shrunk, slots, lora, groups=groups)
+    return gelu_tanh_mul(y) if gelu else silu_mul(y)
 
 
 def _shrink_tiles(x: Tensor, slots: Tensor, lora: LoRAWeights, splits: int) -> Tensor:

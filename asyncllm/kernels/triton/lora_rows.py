@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.kernels.lora import MAX_PARTS, LoRAWeights
+from asyncllm.kernels.triton.activation import apply_gate
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
 
@@ -21,8 +22,10 @@ __all__ = [
     "MAX_RANK",
     "SPAN",
     "empty_sums",
+    "expand_gated_row_kernel",
     "expand_row_kernel",
     "expand_rows",
+    "expand_rows_gated",
     "layout_of",
     "part_of",
     "shrink_row_kernel",
@@ -103,6 +106,18 @@ def part_of(
     return part, start + block * BLOCK_N, end
 
 
+@triton.jit
+def _shrunk(
+    h_ptr, row, part, tokens,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return a part of a row of h [SPLITS, tokens, WIDTH], summed and rounded to dtype, as float32 [RANK]."""
+    splits = tl.arange(0, ALL_SPLITS)[:, None]
+    h_rows = h_ptr + (splits.to(tl.int64) * tokens + row) * WIDTH + part * RANK
+    h = tl.load(h_rows + tl.arange(0, RANK)[None, :], mask=splits < SPLITS, other=0.0)
+    return round_to(tl.sum(h, 0), dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
 def expand_row_kernel(
     h_ptr, slots_ptr, b_ptr, ranks_ptr, y_ptr, tokens,
@@ -128,13 +143,42 @@ def expand_row_kernel(
     wait_for_producers(USE_PDL)
     release_consumers(USE_PDL)
     if has_own:
-        splits = tl.arange(0, ALL_SPLITS)
-        h_rows = h_ptr + (splits[:, None].to(tl.int64) * tokens + row) * WIDTH + part * RANK
-        h = tl.load(h_rows + r[None, :], mask=(splits < SPLITS)[:, None], other=0.0)
-        shrunk = round_to(tl.sum(h, 0), dtype).to(tl.float32)
+        shrunk = _shrunk(h_ptr, row, part, tokens, WIDTH, RANK, SPLITS, ALL_SPLITS, dtype)
         places = y_ptr + row.to(tl.int64) * N + features
         y = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         tl.store(places, round_to(y + tl.sum(b.to(tl.float32) * shrunk[None, :], 1), dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr", "ranks_ptr"])
+def expand_gated_row_kernel(
+    h_ptr, slots_ptr, b_ptr, ranks_ptr, y_ptr, out_ptr, tokens,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOT_STRIDE: tl.constexpr, RANKS_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ALL_SPLITS: tl.constexpr, GELU: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Like `expand_row_kernel` and `activation.gate_kernel` after it: y [tokens, 2 * SIZE] -> out [tokens, SIZE]. A
+    program has a row and BLOCK_N features of gate and of up."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = features < SIZE
+    slot = tl.load(slots_ptr + row)
+    has_own = slot >= 0
+    if has_own:
+        has_own = tl.load(ranks_ptr + slot * RANKS_STRIDE) > 0
+    b_rows = b_ptr + slot.to(tl.int64) * SLOT_STRIDE + features[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    b_gate = tl.load(b_rows, mask=(has_own & inside)[:, None], other=0.0)
+    b_up = tl.load(b_rows + SIZE * RANK, mask=(has_own & inside)[:, None], other=0.0)
+    wait_for_producers(USE_PDL)
+    release_consumers(USE_PDL)
+    places = y_ptr + row.to(tl.int64) * (2 * SIZE) + features
+    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(places + SIZE, mask=inside, other=0.0).to(tl.float32)
+    if has_own:
+        h_gate = _shrunk(h_ptr, row, 0, tokens, WIDTH, RANK, SPLITS, ALL_SPLITS, dtype)
+        h_up = _shrunk(h_ptr, row, 1, tokens, WIDTH, RANK, SPLITS, ALL_SPLITS, dtype)
+        gate = round_to(gate + tl.sum(b_gate.to(tl.float32) * h_gate[None, :], 1), dtype).to(tl.float32)
+        up = round_to(up + tl.sum(b_up.to(tl.float32) * h_up[None, :], 1), dtype).to(tl.float32)
+    tl.store(out_ptr + row.to(tl.int64) * SIZE + features, apply_gate(gate, up, dtype, GELU), mask=inside)
 
 
 def splits_of(features: int) -> int:
@@ -199,3 +243,27 @@ def expand_rows(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights) -> None:
             **sizes_of(lora),
             **layout_of(lora),
         )
+
+
+def expand_rows_gated(y: Tensor, h: Tensor, slots: Tensor, lora: LoRAWeights, *, gelu: bool) -> Tensor:
+    """Return `kernels.expand_lora_gated` of contiguous y [R, 2 * size], with h of `shrink_rows`, for parts gate and
+    up."""
+    splits, tokens, _ = h.shape
+    size = lora.sizes[0]
+    block = _NUMBERS // lora.b.shape[-1] // 2
+    out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
+    if tokens:
+        launch(
+            expand_gated_row_kernel,
+            (tokens, triton.cdiv(size, block), 1),
+            (h, slots, lora.b, lora.ranks, y, out),
+            (tokens,),
+            SIZE=size,
+            SLOT_STRIDE=lora.b.stride(0),
+            BLOCK_N=block,
+            SPLITS=splits,
+            ALL_SPLITS=triton.next_power_of_2(splits),
+            GELU=gelu,
+            **layout_of(lora),
+        )
+    return out
