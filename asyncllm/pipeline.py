@@ -21,6 +21,7 @@ from asyncllm.config import (
 from asyncllm.config.direct_options import GenConfigs, replaced, split_options
 from asyncllm.config.lmdeploy_settings import PIPELINES, without_unsupported
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
+from asyncllm.text.image_marks import holds_images
 from asyncllm.text.prompts import Prompts, is_single
 from asyncllm.types import (
     Chunk,
@@ -262,7 +263,12 @@ class Pipeline:
         self, prompts: Prompts, do_preprocess: bool = True, adapter_name: str | None = None
     ) -> dict[str, Any]:
         """Return {"input_ids": token ids of the prompt, or a list of these for a list of prompts}. `adapter_name`
-        selects the chat template."""
+        selects the chat template. Raises UnsupportedFeature for images, whose tokens mean nothing without them."""
+        if any(holds_images(prompt) for prompt in ([prompts] if is_single(prompts) else prompts)):
+            raise UnsupportedFeature(
+                "The prompt has images, and token ids alone would lose them. AsyncEngine.encode counts its tokens.",
+                "prompts",
+            )
         encoding = self._engine.encode(prompts, do_preprocess=do_preprocess, adapter_name=adapter_name)
         return {"input_ids": self._loop.call(encoding)}
 
@@ -298,14 +304,39 @@ class Pipeline:
         return self._loop.call(_gather(partial(self._engine.get_ppl, **options), _sequences(input_ids)))
 
     def get_logits(
-        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Unpack[RequestKeywords]
+        self,
+        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        input_embeddings: Sequence[Any] | None = None,
+        input_embedding_ranges: Sequence[Any] | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Tensor:
         """Return the logits after each token: float32 [sequences, tokens, vocab], with shorter sequences padded with
-        zeros."""
+        zeros. Embeddings are those of `AsyncEngine.generate`, in one list for each sequence if there are several."""
         from torch.nn.utils.rnn import pad_sequence
 
-        logits = self._loop.call(_gather(partial(self._engine.get_logits, **options), _sequences(input_ids)))
-        return pad_sequence(logits, batch_first=True)
+        sequences = _sequences(input_ids)
+        single = sequences == [input_ids]
+
+        def each(given: Sequence[Any] | None, name: str) -> Sequence[Any]:
+            several = [given] * len(sequences) if single or given is None else given
+            if len(several) != len(sequences):
+                raise InvalidParameter(
+                    f"{name} has {len(several)} entries for {len(sequences)} sequences. Pass one for each.", name
+                )
+            return several
+
+        embeddings = each(input_embeddings, "input_embeddings")
+        ranges = each(input_embedding_ranges, "input_embedding_ranges")
+
+        def one(index: int) -> Coroutine[Any, Any, Tensor]:
+            return self._engine.get_logits(
+                sequences[index],
+                input_embeddings=embeddings[index],
+                input_embedding_ranges=ranges[index],
+                **options,
+            )
+
+        return pad_sequence(self._loop.call(_gather(one, list(range(len(sequences))))), batch_first=True)
 
     def update_weights(self, weights: Weights) -> None:
         """Replace weights in place, by their names in the checkpoint; see `AsyncEngine.update_weights`."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from asyncllm import (
     Embedding,
@@ -29,6 +30,7 @@ from asyncllm import (
     Response,
     SessionBusy,
     SessionNotFound,
+    UnsupportedFeature,
     pipeline,
 )
 from asyncllm.testing import FakePipeline
@@ -275,6 +277,10 @@ class TestScoring:
         assert pipe.tokenizer.decode(single) == "\x02user\x1fhi\x03\x02assistant\x1f"
         assert pipe.prepare_inputs([[user("hi")], [user("hi")]])["input_ids"] == [single, single]
         assert pipe.prepare_inputs("hi", do_preprocess=False)["input_ids"] == [104, 105]
+        part = {"type": "image_url", "image_url": {"url": "data:,"}}
+        for prompt in (("hi", Image.new("RGB", (8, 8))), [{"role": "user", "content": [part]}]):
+            with pytest.raises(UnsupportedFeature, match="would lose them"):
+                pipe.prepare_inputs(prompt)
 
 
 class TestLoops:

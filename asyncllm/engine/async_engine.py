@@ -434,13 +434,20 @@ class AsyncEngine:
         return await self._lifecycle.encoder.offload(call, size)
 
     async def get_logits(
-        self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
+        self,
+        input_ids: Sequence[int] | None,
+        *,
+        input_embeddings: Any = None,
+        input_embedding_ranges: Any = None,
+        adapter_name: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Any:
-        """Return the logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated. Raises
-        InvalidRequest, RequestFailed, EngineError."""
+        """Return the logits after each token: a float32 CPU tensor [tokens, vocab]. Nothing is generated. Embeddings
+        are those of `generate`. Raises InvalidRequest, RequestFailed, EngineError."""
         from asyncllm.agent.prompt_outputs import concatenate
 
-        return concatenate((await self._scored("logits", input_ids, adapter_name, options)).logits)
+        given = (input_embeddings, input_embedding_ranges)
+        return concatenate((await self._scored("logits", input_ids, adapter_name, options, given)).logits)
 
     async def get_ppl(
         self, input_ids: Sequence[int], *, adapter_name: str | None = None, **options: Unpack[RequestKeywords]
@@ -455,12 +462,20 @@ class AsyncEngine:
         return -sum(next(iter(entry.values())) for entry in entries) / len(entries)
 
     async def _scored(
-        self, purpose: Purpose, input_ids: Sequence[int], adapter_name: str | None, options: RequestKeywords
+        self,
+        purpose: Purpose,
+        input_ids: Sequence[int] | None,
+        adapter_name: str | None,
+        options: RequestKeywords,
+        given: tuple[Any, Any] = (None, None),
     ) -> Chunk:
-        """Return the only chunk of a call that generates no tokens. Raises InvalidRequest, EngineError."""
+        """Return the only chunk of a call that generates no tokens. `given`: embeddings, and their ranges. Raises
+        InvalidRequest, EngineError."""
         call = Call(
             purpose=purpose,
             input_ids=input_ids,
+            input_embeddings=given[0],
+            input_embedding_ranges=given[1],
             do_preprocess=False,
             streaming=False,
             adapter_name=adapter_name,

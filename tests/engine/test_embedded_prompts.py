@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter, UnsupportedFeature
+from asyncllm import AsyncEngine, EngineConfig, GenerationConfig, InvalidParameter, UnsupportedFeature, pipeline
 from asyncllm.errors import ContextLengthExceeded
 from asyncllm.locate import locate
 from asyncllm.testing import FakeEngine
@@ -66,6 +66,29 @@ async def test_only_equal_embeddings_share_blocks(engine: AsyncEngine, table: to
     assert reused[1] > len(ids) // 2
     assert reused == [0, reused[1], 0, 0]
     assert answers[0].token_ids == answers[1].token_ids
+
+
+async def test_logits(engine: AsyncEngine, table: torch.Tensor) -> None:
+    ids = await ids_of(engine, "What is 17 + 25?")
+    wanted = await engine.get_logits(ids)
+    parts: dict[str, Any] = {"input_embeddings": [table[ids[2:5]]], "input_embedding_ranges": [(2, 5)]}
+    for found in (
+        await engine.get_logits(None, input_embeddings=table[ids]),
+        await engine.get_logits([*ids[:2], 0, 0, 0, *ids[5:]], **parts),
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_logits_of_a_pipeline(table: torch.Tensor) -> None:
+    with pipeline("tiny-chat", backend_config=EngineConfig(enable_prompt_embeds=True, num_gpu_blocks=50)) as pipe:
+        first, second = pipe.prepare_inputs(["What is 17 + 25?", "Hi"])["input_ids"]
+        wanted = pipe.get_logits([first, second])
+        parts, places = [table[first[2:5]]], [(2, 5)]
+        torch.testing.assert_close(pipe.get_logits(first, parts, places)[0], wanted[0])
+        found = pipe.get_logits([first, second], [parts, [table[second]]], [places, [(0, len(second))]])
+        torch.testing.assert_close(found, wanted)
+        with pytest.raises(InvalidParameter, match="1 entries for 2 sequences"):
+            pipe.get_logits([first, second], [parts], [places])
 
 
 async def test_a_child_process_gets_them(table: torch.Tensor) -> None:

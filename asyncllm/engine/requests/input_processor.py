@@ -179,7 +179,7 @@ class InputProcessor:
         policy = self._policy(options)
         if call.purpose == "answer":
             check_one_prompt(call.prompt, call.input_ids)
-            self._check_embeddings(call)
+        self._check_embeddings(call)
         config = checked(GenerationConfig, call.config, "gen_config")
         if call.step and not call.is_turn:
             raise InvalidParameter("step continues a session: it needs sequence_start=False.", "step")
