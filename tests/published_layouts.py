@@ -87,6 +87,24 @@ PUBLISHED: dict[str, Layout] = {
         extra={"num_nextn_predict_layers": 1, "swiglu_limits": [0.0, 0.3, 0.0, 0.4, 0.0]},
         rename=_without_tower,
     ),
+    "axk1_published": Layout(
+        "axk1",
+        "AXK1",
+        "axk1",
+        "AXK1ForCausalLM",
+        extra={"first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "none", "num_nextn_predict_layers": 1},
+        dropped=("mlp_layer_types",),
+        native={"mlp_layer_types": ["dense", "sparse"]},
+        rename=lambda tensors, fields: {
+            **{name: tensor for name, tensor in tensors.items() if not name.endswith("correction_bias")},
+            "model.layers.0.post_mlp_layernorm.weight": torch.ones(64),
+            "model.layers.2.eh_proj.weight": torch.ones(64, 128),
+        },
+        oracle=lambda tensors: {
+            name: torch.zeros_like(tensor) if name.endswith("correction_bias") else tensor
+            for name, tensor in tensors.items()
+        },
+    ),
     "bailing_hybrid_published": Layout(
         "bailing_hybrid",
         "bailing_hybrid",

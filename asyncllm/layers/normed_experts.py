@@ -1,6 +1,8 @@
-"""Experts in parallel with an MLP, each with its own norms (Gemma 4)."""
+"""Experts with norms: in parallel with an MLP (Gemma 4), or with one behind them (A.X K1)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +11,10 @@ from asyncllm.kernels import Routing
 from asyncllm.layers.layer import Layer, ParameterOwner
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import MoE
-from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.norm import Norm, RMSNorm
 from asyncllm.layers.step_inputs import StepInputs
 
-__all__ = ["NormedMoE", "NormedRouter"]
+__all__ = ["NormedMoE", "NormedOutputMoE", "NormedRouter"]
 
 
 class NormedRouter(Layer):
@@ -63,4 +65,16 @@ class NormedMoE(MoE):
 
     def _layer_output(self, chosen: Tensor, step: StepInputs) -> Tensor:
         normed: Tensor = self.output_norm(chosen)
+        return normed
+
+
+class NormedOutputMoE(MoE):
+    """Like `MoE`, with a norm of the output, that of the shared MLP included."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, norm: Norm, **options: Any) -> None:
+        super().__init__(hidden_size, intermediate_size, **options)
+        self.output_norm = norm
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        normed: Tensor = self.output_norm(super().forward(x, step))
         return normed

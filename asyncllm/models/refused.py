@@ -124,7 +124,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "AriaTextForCausalLM": Refused(
         "Aria, text", "the tensor names of its experts are not supported", "MixtralForCausalLM"
     ),
-    "AXK1ForCausalLM": Refused("A.X K1", "norms after its experts are not implemented", "DeepseekV3ForCausalLM"),
     "AXK2ForCausalLM": Refused("A.X K2", _INDEX, "DeepseekV32ForCausalLM"),
     "BeamForCausalLM": Refused(
         "Beam 501B-A23B", "its weighting of the residual stream by depth is not implemented", "AfmoeForCausalLM"
