@@ -128,8 +128,8 @@ class Lifecycle:
         """Return the table of the adapters that the engine starts with. Raises ModelError, InvalidParameter."""
         # Use the config with the folders that `files.find` has found.
         paths = self.files.config.adapters or {}
-        own = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in paths.items()})
-        encoders = {name: encoder for name, encoder in own.items() if encoder is not None}
+        found = await in_thread(lambda: {name: self.adapter_encoder(name, path) for name, path in paths.items()})
+        encoders = {name: encoder for name, encoder in found.items() if encoder is not None}
         return AdapterTable(self.limits.num_adapter_slots, paths, self.limits.adapter_digests, encoders)
 
     def _new_scheduler(self, waiting: WaitingQueue) -> Scheduler:

@@ -60,8 +60,8 @@ HOST_BLOCKS = mutants(
         "swapped siblings do not share their prompt on the host",
     ),
     (
-        "            kept.blocks += own",
-        "            kept.blocks = own + kept.blocks",
+        "            kept.blocks += allocated",
+        "            kept.blocks = allocated + kept.blocks",
         "swapped blocks come back in another order",
     ),
     (

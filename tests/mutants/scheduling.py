@@ -237,8 +237,8 @@ ADMISSION = mutants(
         "what was swapped in is computed again",
     ),
     (
-        "own = max(first, found.end)",
-        "own = found.end",
+        "first_own = max(first, found.end)",
+        "first_own = found.end",
         "a swapped row takes blocks that it does not need",
     ),
 )

@@ -53,8 +53,8 @@ class FixedRows:
         if lists:
             self._sampler.draw_from_lists(logits, slots, drawn, tokens, flags)
         else:
-            own = self._sampler.own_rows(logits, self._of_rank(num_rows))
-            self._sampler.draw(own, slots, drawn, tokens, flags)
+            row_logits = self._sampler.own_rows(logits, self._of_rank(num_rows))
+            self._sampler.draw(row_logits, slots, drawn, tokens, flags)
         kernels.record_tokens(tokens, flags, slots, self._tables.last_tokens, self._results_of(num_rows))
 
     def read(self, rows: StepRows, num_rows: int, *, lists: bool) -> tuple[Tensor, PendingLogprobs | None]:

@@ -174,10 +174,12 @@ class MixedSteps:
         if self._sampler.takes_lists(rows.slots):
             self._sampler.draw_from_lists(logits, step.slots, step.positions, tokens, flags)
         else:
-            own = self._sampler.own_rows(logits)
-            self._sampler.draw(own, step.slots, step.positions, tokens, flags)
-            self._sampler.edit_and_redraw(own, rows.slots, rows.positions, step.slots, step.positions, tokens, flags)
-            pending.logprobs = self._sampler.logprobs(own, rows.slots, tokens)
+            row_logits = self._sampler.own_rows(logits)
+            self._sampler.draw(row_logits, step.slots, step.positions, tokens, flags)
+            self._sampler.edit_and_redraw(
+                row_logits, rows.slots, rows.positions, step.slots, step.positions, tokens, flags
+            )
+            pending.logprobs = self._sampler.logprobs(row_logits, rows.slots, tokens)
         kernels.record_tokens(tokens, flags, step.slots, self._tables.last_tokens, results)
         return results
 

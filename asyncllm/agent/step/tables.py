@@ -150,9 +150,13 @@ class SlotTables:
         """Upload a decode step to the fixed tensors that `decode_inputs` reads."""
         arrays = self._slots.advance(batch)
         num_rows = len(batch.decode)
-        own = (arrays.row_slots, arrays.columns[POSITIONS], *(arrays.columns[column] for column in self._columns))
+        current = (
+            arrays.row_slots,
+            arrays.columns[POSITIONS],
+            *(arrays.columns[column] for column in self._columns),
+        )
         paddings = (-1, 0, *(column.padding for column in self._columns))
-        for fixed, values, padding in zip(self._decode_rows, own, paddings, strict=True):
+        for fixed, values, padding in zip(self._decode_rows, current, paddings, strict=True):
             fixed[:num_rows] = values
             fixed[num_rows:] = padding
         *_, entries, ids = upload_together(
@@ -197,14 +201,14 @@ class SlotTables:
         arrays = self._slots.advance(batch)
         rows = arrays.rows
         sampled_columns = self._sampled_columns(arrays)
-        own = [*sampled_columns, *(self._take_updates() if self._updates else ())]
-        size = self._size_for(arrays, own) if captured else None
+        additional = [*sampled_columns, *(self._take_updates() if self._updates else ())]
+        size = self._size_for(arrays, additional) if captured else None
         placed = arrays if size is None else padded(arrays, size)
         into = None if size is None else self._mixed_bytes
         shared = _arrays_to_upload(placed)
-        uploaded = upload_together([*shared, *own], self._device, into)
+        uploaded = upload_together([*shared, *additional], self._device, into)
         on_device = uploaded[len(shared) :]
-        if len(own) > len(sampled_columns):
+        if len(additional) > len(sampled_columns):
             self._apply(*on_device[len(sampled_columns) :])
         if size is None:
             input_ids, block_tables = self._gather(uploaded, placed)
@@ -232,9 +236,9 @@ class SlotTables:
         more = (arrays.columns[column][indices if column.per == "token" else numbers] for column in self._columns)
         return [arrays.row_slots[numbers].astype(np.int32), kv_lens[numbers], indices, *more]
 
-    def _size_for(self, arrays: StepArrays, own: list[NDArray[Any]]) -> MixedSize | None:
-        """Return the smallest size that holds a step and its own uploads, or None."""
-        if arrays.offsets is None or offsets(own)[-1] > _MORE_BYTES:
+    def _size_for(self, arrays: StepArrays, additional: list[NDArray[Any]]) -> MixedSize | None:
+        """Return the smallest size that holds a step and its additional uploads, or None."""
+        if arrays.offsets is None or offsets(additional)[-1] > _MORE_BYTES:
             return None
         return next((size for size in self._mixed_sizes if size.holds(arrays)), None)
 
@@ -302,15 +306,15 @@ class SlotTables:
         if any. The step has been uploaded as `_arrays_to_upload`."""
         row_slots, _, *values = shared
         outputs = block_tables or [None] * self._num_groups
-        own = [
+        tables_of_rows = [
             torch.index_select(tables, 0, row_slots, out=out)
             for tables, out in zip(self._group_tables, outputs, strict=True)
         ]
         if arrays.offsets is None:
-            return torch.index_select(self.last_tokens, 0, row_slots, out=input_ids), own
+            return torch.index_select(self.last_tokens, 0, row_slots, out=input_ids), tables_of_rows
         ids = values[list(arrays.columns).index(INPUT_IDS)]
         latest = self.last_tokens.index_select(0, ids.bitwise_not().clamp_(min=0))
-        return torch.where(ids < 0, latest, ids, out=input_ids), own
+        return torch.where(ids < 0, latest, ids, out=input_ids), tables_of_rows
 
     def _sampled_rows(
         self, slots: Tensor, kv_lens: Tensor, indices: Tensor, *more: Tensor, adapted: bool

@@ -101,9 +101,9 @@ class HostBlocks:
         for table in tables:
             self.blocks.share(table.blocks)
         for table, kept in zip(sequence.tables, tables, strict=True):
-            own = self.blocks.allocate(count - kept.end)
-            pairs += zip(table.between(kept.end, count), own, strict=True)
-            kept.blocks += own
+            allocated = self.blocks.allocate(count - kept.end)
+            pairs += zip(table.between(kept.end, count), allocated, strict=True)
+            kept.blocks += allocated
         self.plan.swap_out.extend(pairs)
         self.num_swapped_out += len(pairs)
         # Blocks in the device's prefix cache have been read. Steps in flight that write the other blocks may still

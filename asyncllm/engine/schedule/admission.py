@@ -97,10 +97,10 @@ class AdmissionPlan:
         plan = AdmissionPlan(cached, found.end, [], [], found.sources, [])
         for group, (table, kept) in enumerate(zip(found.tables, stored, strict=True)):
             first = groups.first_needed(group, cached)
-            own = max(first, found.end)
+            first_own = max(first, found.end)
             plan.shared.append(BlockTable(first, table.between(first, found.end)))
-            plan.stored.append(kept.between(own, kept.end))
-            plan.num_own.append(groups.cover(group, first, cached, known, alone=alone) - own)
+            plan.stored.append(kept.between(first_own, kept.end))
+            plan.num_own.append(groups.cover(group, first, cached, known, alone=alone) - first_own)
         return plan
 
     def num_blocks(self, blocks: BlockManager) -> int:
@@ -116,11 +116,11 @@ class AdmissionPlan:
             # Before `allocate`, which may move cached blocks to the host, where they would replace these.
             host.blocks.share(stored)
         for group, table in enumerate(self.shared):
-            own = blocks.allocate(self.num_own[group])
-            host.swap_in(self.stored[group], own)
+            allocated = blocks.allocate(self.num_own[group])
+            host.swap_in(self.stored[group], allocated)
             if self.sources is not None:
-                copies.append((self.sources[group], own[0]))
-            table.blocks += own
+                copies.append((self.sources[group], allocated[0]))
+            table.blocks += allocated
         return self.shared, copies
 
 
