@@ -1,4 +1,4 @@
-"""What every test must leave behind: nothing. Used by the autouse fixture in conftest.py, tested by test_leaks.py."""
+"""Checks that a test leaves nothing behind. Used by the autouse fixture in conftest.py, tested by test_leaks.py."""
 
 from __future__ import annotations
 

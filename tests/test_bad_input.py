@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: a typed error that says so, a good answer right after, and no block lost.
+"""Bad input raises a typed error that says what is wrong; the next request is answered, and no block is lost.
 
 The cases of settings come from the settings' own declarations; the rest is written down here. The check that no block
 or request is left over runs after every test, by the fixture in conftest.py.

@@ -1,8 +1,8 @@
-"""One responsibility per file, as far as it can be counted: what is larger than a reviewer would let pass has a reason.
+"""Limits on the sizes of files and functions: a file or function beyond one has a written reason.
 
-A number that is passed is a question, and not yet a fault: either the file or function is two things, and is split, or
-it is one thing, and its line in `REASONS` says why that takes as much. Triton kernels are counted by themselves: a
-kernel's body cannot be split where its registers live, and its arguments are addresses and strides.
+A file or function beyond a limit is two things, and is split; or it is one thing, and its line in `REASONS` says why
+that takes as much. Triton kernels have limits of their own: a kernel's body cannot be split where its registers live,
+and its arguments are addresses and strides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check that runs after every test notices what it is there to notice."""
+"""The check that runs after every test notices each kind of leak."""
 
 from __future__ import annotations
 

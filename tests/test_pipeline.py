@@ -1,4 +1,4 @@
-"""The synchronous face: inputs, streams, conversations, threads and ends. Over the fake device; no model is loaded."""
+"""pipeline(): inputs, streams, conversations, threads and ends. Over the fake device; no model is loaded."""
 
 from __future__ import annotations
 

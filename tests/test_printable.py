@@ -1,4 +1,4 @@
-"""What others write reaches terminals and logs as text, and as nothing else."""
+"""Text of clients and models reaches terminals and logs as text only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THREAT_MODEL.md names tests as proof; here is that they exist."""
+"""The tests that THREAT_MODEL.md names exist."""
 
 from __future__ import annotations
 

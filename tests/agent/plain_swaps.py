@@ -1,4 +1,4 @@
-"""What a step's swaps come to, block by block."""
+"""The effect of a step's swaps, block by block."""
 
 from __future__ import annotations
 

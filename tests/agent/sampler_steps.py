@@ -1,4 +1,4 @@
-"""What an agent does with a Sampler in a step."""
+"""How an agent drives a Sampler in a step."""
 
 from __future__ import annotations
 

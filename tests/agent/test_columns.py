@@ -1,4 +1,4 @@
-"""A further input of a step is one declaration: its values arrive wherever a step may go."""
+"""A column is one declaration: its values arrive on every path that a step can take."""
 
 from __future__ import annotations
 

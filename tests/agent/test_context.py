@@ -1,4 +1,4 @@
-"""The context that is made while torch is imported, against a driver that records what it is asked."""
+"""The device context that is made while torch is imported, against a driver that records the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelAgent and DeviceAgent: steps over a real model, against plain forward passes."""
+"""ModelAgent: steps over a real model, against plain forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooled hidden states: of both agents, in chunks and in company, against plain forward passes."""
+"""Pooled hidden states, in chunks and beside other rows, against plain forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler: state by slot, and what one row asks for never reaches another."""
+"""Sampler: state by slot, and that no row's options reach another row."""
 
 from __future__ import annotations
 

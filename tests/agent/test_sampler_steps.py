@@ -1,4 +1,4 @@
-"""Neither rows of padding nor a GPU change what a sampler gives, whatever the slots ask for."""
+"""Neither padding rows nor a GPU change what a sampler draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelAgent with steps in flight answers what ModelAgent answers step by step."""
+"""ModelAgent gives the same answers with steps in flight as step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/step_profile.py: whose time is whose."""
+"""bench/step_profile.py: which time counts for which kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of quality of service, and the time, for tests of who is next."""
+"""Quality-of-service files and a fake clock, for tests of the order of requests."""
 
 from __future__ import annotations
 

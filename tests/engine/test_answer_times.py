@@ -1,4 +1,4 @@
-"""How long an answer will take, by the latest ones, and what the engine tells of them."""
+"""Predictions of how long an answer takes, from the latest ones, and the statistics about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block groups: what a window needs, what there is of a beginning, and how much of the pool rows with windows take."""
+"""Block groups: which blocks a window needs, which of a prefix are cached, how much of the pool windowed rows take."""
 
 from __future__ import annotations
 

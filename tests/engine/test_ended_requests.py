@@ -1,4 +1,4 @@
-"""What has ended is gone: no request of any kind waits for the garbage collector, however it ended."""
+"""No ended request waits for the garbage collector, however it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that the bundled model, which was never taught any, has to make: they are valid, streamed or not."""
+"""The bundled model, which was taught no tools, makes valid calls if it has to, streamed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces come without a step each, and are those that steps would have drawn."""
+"""Tokens that a grammar forces take no step each, and are those that steps would have drawn."""
 
 from __future__ import annotations
 

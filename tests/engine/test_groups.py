@@ -1,4 +1,4 @@
-"""Groups among those who run: who gives up a row or blocks for whom, and whose prompt is computed first."""
+"""Groups among running requests: which rows are preempted for which, and whose prompt is computed first."""
 
 from __future__ import annotations
 

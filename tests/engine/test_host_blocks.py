@@ -1,4 +1,4 @@
-"""Blocks in host memory: what goes there, in which step, who waits there, and how it comes back."""
+"""Blocks in host memory: what is copied there, in which step, and how it comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the input processor makes of a GenerationConfig, where no answer of a fake engine shows it."""
+"""Requests that InputProcessor makes of a GenerationConfig, where the answers of a fake engine do not show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting, closing and dying of an engine, from every state and at every moment."""
+"""Starting, closing and death of an engine, from every state."""
 
 from __future__ import annotations
 

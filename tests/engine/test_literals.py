@@ -1,4 +1,4 @@
-"""What a user spells out is text: it cannot end a turn or open another role's."""
+"""Special tokens that a user spells out are text: they end no turn and open no role."""
 
 from __future__ import annotations
 

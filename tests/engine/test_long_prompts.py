@@ -1,4 +1,4 @@
-"""Long prompts: what cannot fit is refused before it is encoded, texts take turns, and no loop is held for words."""
+"""Long prompts: refused before they are encoded if they cannot fit; users take turns; the event loop stays free."""
 
 from __future__ import annotations
 

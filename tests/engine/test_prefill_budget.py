@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes in: whole tiles, and room for the rows that decode."""
+"""How many prompt tokens a step computes: whole tiles, and room for the rows that decode."""
 
 from __future__ import annotations
 

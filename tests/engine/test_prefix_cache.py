@@ -1,4 +1,4 @@
-"""The prefix cache: keys stand for whole beginnings, the least recently used block goes first, pinned ones last."""
+"""The prefix cache: keys stand for whole prefixes; least recently used blocks are evicted first, pinned ones last."""
 
 from __future__ import annotations
 

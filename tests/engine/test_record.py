@@ -1,4 +1,4 @@
-"""What observers are told of a request that has ended, and callbacks that fail."""
+"""The record that observers get of an ended request, and observers that fail."""
 
 from __future__ import annotations
 

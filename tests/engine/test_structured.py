@@ -1,4 +1,4 @@
-"""Answers of the bundled model that are held to something: they are it, whatever else is asked for."""
+"""Structured answers of the bundled model obey their schema, whatever other options a request has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that is used where it cannot run says so, and does not wait for ever."""
+"""An engine that is used in a process, thread or loop where it cannot run raises an error at once."""
 
 from __future__ import annotations
 

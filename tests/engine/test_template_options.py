@@ -1,4 +1,4 @@
-"""The keywords about the chat template, through every call that takes them."""
+"""Options of the chat template, through every call that takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No progress: noticed while there is work, and only then; the engine ends and says what it was waiting for."""
+"""A stall is noticed while there is work, and only then; the error says what the engine was waiting for."""
 
 from __future__ import annotations
 

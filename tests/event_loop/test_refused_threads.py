@@ -1,4 +1,4 @@
-"""Threads and processes that the system refuses: a typed error for those who need them, and none waits for ever."""
+"""Threads and processes that the system refuses: callers get a typed error, and none waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A crowd begins a few at a time, in order, and others have their turns in between."""
+"""Bursts of requests begin a few at a time, in order, and other callbacks run in between."""
 
 from __future__ import annotations
 

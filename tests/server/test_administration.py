@@ -1,4 +1,4 @@
-"""/sleep, /pause, /reset_prefix_cache and their like: for who has the key, and the server stays up and says so."""
+"""/sleep, /pause, /reset_prefix_cache and similar routes: who may call them, and that the server stays up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping: answers that run finish, new requests go elsewhere, and nothing is cut off without a word."""
+"""Draining: running answers finish, new requests are refused, and no answer is cut off without an error."""
 
 from __future__ import annotations
 

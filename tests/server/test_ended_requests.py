@@ -1,4 +1,4 @@
-"""What has been answered is gone: no HTTP request waits for the garbage collector, however it ended."""
+"""No HTTP request that has ended waits for the garbage collector, however it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong while an answer runs: exactly one end, which cannot be taken for another."""
+"""Faults while an answer runs: its client gets exactly one end, which looks like no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /invocations answers as the route does that is meant."""
+"""POST /invocations answers as the route whose body it gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose engine dies: who is open gets one error, who comes meanwhile a 503, and then it serves again."""
+"""A server whose engine dies: open requests get one error, new ones a 503, and then it serves again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users say never becomes a special token."""
+"""Special tokens in messages stay text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in a terminal's conversations: they go with the next message, and with that one alone."""
+"""Images in terminal conversations: they go with the next message only."""
 
 from __future__ import annotations
 

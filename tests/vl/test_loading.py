@@ -1,4 +1,4 @@
-"""Images from strangers: what is read is upright RGB, and everything else a typed error."""
+"""Images from untrusted sources become upright RGB, or raise a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three questions of /health, and what each answers when the engine is busy, stuck, dead or told to stop."""
+"""The three health routes while the engine is busy, stuck, dead or stopping."""
 
 from __future__ import annotations
 

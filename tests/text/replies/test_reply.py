@@ -1,4 +1,4 @@
-"""Replies taken apart, whatever the pieces that they come in."""
+"""Replies are split alike, whatever the pieces that they arrive in."""
 
 from __future__ import annotations
 
