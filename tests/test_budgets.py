@@ -39,7 +39,7 @@ REASONS = {
     ("imported files", "models/vision_language.py"): "the table of all families with images",
     ("imported files", "server/routes.py"): "the table of all routes",
     ("nested blocks", "engine/requests/batches.py:interleave"): "all answers end with the reader, each with its own",
-    ("nested blocks", "models/stream.py:_receive"): "one loop keeps readers, buffers and the device busy",
+    ("nested blocks", "models/loading/stream.py:_receive"): "one loop keeps readers, buffers and the device busy",
     ("parameters", "engine/schedule/sequence.py:__init__"): "a record of a request's fields",
     ("parameters", "http_client/api_client.py:chat_completions_v1"): "LMDeploy's signature",
     ("parameters", "http_client/api_client.py:chat_interactive_v1"): "LMDeploy's signature",

@@ -34,7 +34,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, Uns
 from asyncllm.kernels import LoRAWeights
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.lora import LayerAdapters
-from asyncllm.models.adapter_files import MAX_RANK, AdapterFiles, takes_adapters
+from asyncllm.models.loading.adapter_files import MAX_RANK, AdapterFiles, takes_adapters
 from asyncllm.protocol import LoadAdapter
 
 __all__ = ["NO_ADAPTER", "AdapterPool"]

@@ -25,8 +25,8 @@ from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidParameter, ModelError
 from asyncllm.layers.layer import cache_members
-from asyncllm.models.load_plan import load, plan_update
-from asyncllm.models.quantized import open_checkpoint
+from asyncllm.models.loading.load_plan import load, plan_update
+from asyncllm.models.loading.quantized import open_checkpoint
 from asyncllm.protocol import (
     Command,
     OtherRankRefused,

@@ -247,7 +247,7 @@ def _list(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from asyncllm.models.convert import convert
+    from asyncllm.models.loading.convert import convert
 
     if options.lmdeploy is not None:
         raise UnsupportedFeature(

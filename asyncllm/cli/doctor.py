@@ -206,7 +206,7 @@ def _checkpoint(model: str) -> Check:
     from asyncllm.locate import locate
 
     def look() -> str:
-        from asyncllm.models.checkpoint import Checkpoint
+        from asyncllm.models.loading.checkpoint import Checkpoint
         from asyncllm.models.registry import read_config
         from asyncllm.text.tokenizer import Tokenizer
 

@@ -57,11 +57,11 @@ class ParameterOwner(Layer):
     """A layer whose own parameters are stored unchanged in checkpoints. It stays whole on every rank."""
 
     def expected_parts(self) -> Mapping[PartKey, tuple[int, ...]]:
-        """See `models.load_plan.WeightOwner`."""
+        """See `load_plan.WeightOwner`."""
         return {(name, None, None): tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
 
     def load_part(self, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        """See `models.load_plan.WeightOwner`."""
+        """See `load_plan.WeightOwner`."""
         self.get_parameter(suffix).copy_(tensor)
 
 

@@ -82,7 +82,7 @@ class Weighted(Layer):
     """A layer with a weight [out, in], or one weight per expert, which its method stores.
 
     `rows` holds the output features of each part, in order. Parts are the units that checkpoints store and that shards,
-    methods and adapters address. The layer is a `models.load_plan.WeightOwner`. Parameters are created on the current
+    methods and adapters address. The layer is a `load_plan.WeightOwner`. Parameters are created on the current
     device (`meta` while a model is built) and filled by the loader.
     """
 
@@ -324,11 +324,11 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def expected_parts(self, layer: Weighted) -> Mapping[PartKey, tuple[int, ...]]:
-        """See `models.load_plan.WeightOwner.expected_parts`."""
+        """See `load_plan.WeightOwner.expected_parts`."""
 
     @abstractmethod
     def load_part(self, layer: Weighted, suffix: str, part: str | None, index: int | None, tensor: Tensor) -> None:
-        """See `models.load_plan.WeightOwner.load_part`."""
+        """See `load_plan.WeightOwner.load_part`."""
 
     def share(self, layer: Weighted, suffix: str, tensor: Tensor, taken: slice, *, first: bool) -> Tensor:
         """Return a rank's share of a checkpoint's tensor: the slice `taken` of the features by which the layer is

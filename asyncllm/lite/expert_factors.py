@@ -17,9 +17,9 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.layers.linear_method import Weighted
-from asyncllm.models.adapter_files import AdapterConfig
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.loading.adapter_files import AdapterConfig
+from asyncllm.models.loading.checkpoint import Checkpoint
 from asyncllm.models.weights import Target
 
 __all__ = ["ExpertFactors", "expert_factors"]

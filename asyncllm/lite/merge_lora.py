@@ -1,6 +1,6 @@
 """`merge_lora`: merge an adapter into a checkpoint's weights, also one of a kind that cannot be served unmerged.
 
-In addition to the adapters of `models.adapter_files`, it supports DoRA, factors of embeddings and experts, trained
+In addition to the adapters of `adapter_files`, it supports DoRA, factors of embeddings and experts, trained
 tokens, and whole modules (`modules_to_save`). It works tensor by tensor, in float32, rounded once to the checkpoint's
 dtype.
 """
@@ -19,11 +19,11 @@ from asyncllm.config import LITE_TOOLS, LiteConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
 from asyncllm.lite.expert_factors import ExpertFactors, expert_factors
 from asyncllm.locate import locate, locate_adapter
-from asyncllm.models.adapter_files import AdapterConfig, names_in_files, read_tensors
 from asyncllm.models.build import open_unfilled
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.output_folder import check_free, copy_companions, output_folder, write_shards
-from asyncllm.models.stream import FLOAT_DTYPES
+from asyncllm.models.loading.adapter_files import AdapterConfig, names_in_files, read_tensors
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.output_folder import check_free, copy_companions, output_folder, write_shards
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 
 __all__ = ["merge_lora"]
 

@@ -25,9 +25,9 @@ from asyncllm.lite.tensors import StoredWeight, module_of_expert, restored, stor
 from asyncllm.lite.tower import copy_tower_files, tower_modules
 from asyncllm.lite.unfinished import Unfinished, unfinished
 from asyncllm.lite.walk import Batch, Comparison, Walk
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.output_folder import copy_companions, output_folder, write_shards
-from asyncllm.models.stream import FLOAT_DTYPES
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.output_folder import copy_companions, output_folder, write_shards
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 
 __all__ = ["Progress", "QuantizeReport", "computes_the_same", "input_statistics", "quantize"]
 

@@ -12,8 +12,8 @@ from asyncllm.layers.linear_method import Unquantized, Weighted
 from asyncllm.lite.smoothing import AnyNorm, Masters, Matrix
 from asyncllm.lite.walk import Walk
 from asyncllm.models.expert_rows import name_of_experts
-from asyncllm.models.load_plan import LoadPlan
-from asyncllm.models.stream import FLOAT_DTYPES
+from asyncllm.models.loading.load_plan import LoadPlan
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 
 __all__ = ["StoredWeight", "module_of_expert", "restored", "stored_weights"]
 

@@ -23,7 +23,7 @@ from asyncllm.lite.rounding import Grid
 from asyncllm.lite.texts import Texts, read_texts, sequences
 from asyncllm.lite.walk import Walk
 from asyncllm.locate import locate
-from asyncllm.models.output_folder import check_free, output_folder
+from asyncllm.models.loading.output_folder import check_free, output_folder
 from asyncllm.models.registry import read_config
 
 __all__ = ["TOOLS", "auto_awq", "auto_gptq", "blocked_fp8", "calibrate", "smooth_quant"]

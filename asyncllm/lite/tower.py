@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncllm.errors import UnsupportedModel
 from asyncllm.lite.walk import Walk
-from asyncllm.models.output_folder import copy_companions
+from asyncllm.models.loading.output_folder import copy_companions
 
 __all__ = ["copy_tower_files", "tower_modules"]
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncllm.errors import ModelError
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.output_folder import write_shards
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.output_folder import write_shards
 
 __all__ = ["Unfinished", "unfinished"]
 

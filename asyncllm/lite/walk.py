@@ -23,7 +23,7 @@ from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.build import open_unfilled
 from asyncllm.models.decoder import allocate
-from asyncllm.models.load_plan import plan_load
+from asyncllm.models.loading.load_plan import plan_load
 
 __all__ = ["Batch", "Comparison", "Walk"]
 

@@ -16,16 +16,16 @@ from asyncllm.layers.layer import Layer, cache_members
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.rank_sums import sum_in_norms
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import check_log_scaling
 from asyncllm.models.head import resolve_head
-from asyncllm.models.load_plan import expected_numbers, load
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.load_plan import expected_numbers, load
+from asyncllm.models.loading.quantized import attach, open_checkpoint
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 from asyncllm.models.module_map import replace_layers
-from asyncllm.models.quantized import attach, open_checkpoint
 from asyncllm.models.registry import ModelOptions, configure, families
-from asyncllm.models.stream import FLOAT_DTYPES
 
 __all__ = ["divide", "open_model", "open_unfilled"]
 

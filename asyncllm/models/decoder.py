@@ -56,7 +56,7 @@ class OutputHead(Protocol):
 class DecoderLM(nn.Module):
     """A decoder-only language model over a paged cache.
 
-    `models.build.open_model` builds it on the meta device, calls `allocate`, and fills it by `models.load_plan.load`.
+    `models.build.open_model` builds it on the meta device, calls `allocate`, and fills it by `load_plan.load`.
     """
 
     weights: ClassVar[WeightMap]

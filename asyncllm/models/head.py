@@ -8,11 +8,11 @@ import logging
 import msgspec
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.decoder import SCORE_ROWS, DecoderLM
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 from asyncllm.models.model_config import ScoreHeadConfig
-from asyncllm.models.stream import FLOAT_DTYPES
 
 __all__ = ["SCORING", "resolve_head"]
 

@@ -16,14 +16,14 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import msgspec
 
 from asyncllm.errors import InvalidCheckpoint, ModelError, UnsupportedModel, short
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.config import HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.extrapolation import with_log_scaling
 from asyncllm.models.head import SCORING
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.stream import FLOAT_DTYPES
 from asyncllm.models.module_map import MODULE_MAP
 from asyncllm.models.refused import REFUSED_MODELS
-from asyncllm.models.stream import FLOAT_DTYPES
 from asyncllm.models.vision.parts import Composed
 from asyncllm.models.vision_language import VISION_MODELS, composed
 from asyncllm.quant.scheme import Scheme, refuse_mlx, scheme_of

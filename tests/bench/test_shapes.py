@@ -14,7 +14,7 @@ import torch
 
 from asyncllm import AsyncEngine, EngineConfig, GenerationConfig
 from asyncllm.models.build import open_model
-from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.loading.checkpoint import Checkpoint
 from asyncllm.models.registry import read_config
 from asyncllm.text.tokenizer import Tokenizer
 from bench.shapes import FORMATS, SHAPES, weights, write_checkpoint, write_tokenizer

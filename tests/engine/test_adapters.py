@@ -25,7 +25,7 @@ from asyncllm.errors import (
     ModelNotFound,
     UnsupportedFeature,
 )
-from asyncllm.models.adapter_files import AdapterFiles
+from asyncllm.models.loading.adapter_files import AdapterFiles
 from asyncllm.protocol import SlotStart
 from asyncllm.testing import FakeEngine
 from tests.adapters import delta, write_adapter

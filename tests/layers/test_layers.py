@@ -13,7 +13,7 @@ from asyncllm.layers.linear_method import Weighted
 from asyncllm.layers.mlp import GatedMLP
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import OffsetRMSNorm, RMSNorm
-from asyncllm.models.load_plan import WeightOwner
+from asyncllm.models.loading.load_plan import WeightOwner
 from tests.layers.steps import step_at
 
 STEP = step_at([0, 1, 2])

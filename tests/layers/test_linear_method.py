@@ -15,9 +15,9 @@ from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import LinearMethod, Weighted
 from asyncllm.layers.narrow_values import NarrowValueAttention
 from asyncllm.layers.short_convolution import StateLayer
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.load_plan import load, plan_update
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.load_plan import load, plan_update
 from tests.models.parity import FAMILIES, Case, Runner, folder_of, open_case, random_tokens
 
 

@@ -19,8 +19,8 @@ from asyncllm.config import LITE_TOOLS
 from asyncllm.errors import AsyncLLMError, InvalidParameter, ModelError, UnsupportedFeature, UnsupportedModel
 from asyncllm.lite.texts import read_texts, sequences
 from asyncllm.locate import locate
-from asyncllm.models import output_folder
 from asyncllm.models.dbrx import Dbrx
+from asyncllm.models.loading import output_folder
 from asyncllm.pipeline import Pipeline
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import random_tokens

@@ -19,9 +19,9 @@ from asyncllm.agent.open_model import OpenedModel
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound, UnsupportedModel
 from asyncllm.layers.lora import ADAPTER_SLOTS, group_adapters
-from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.loading.adapter_files import AdapterFiles
 from asyncllm.protocol import LoadAdapter
 from tests.adapters import delta, merge, shapes_of, write_adapter
 from tests.checkpoints import build_checkpoint

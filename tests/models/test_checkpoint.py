@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncllm.errors import InvalidCheckpoint, ModelNotFound
-from asyncllm.models.checkpoint import Checkpoint, read_header
+from asyncllm.models.loading.checkpoint import Checkpoint, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelError, ModelNotFound
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.convert import convert
-from asyncllm.models.shard_file import ShardFile
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.convert import convert
+from asyncllm.models.loading.shard_file import ShardFile
 
 SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 INDEX = "pytorch_model.bin.index.json"

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from asyncllm.errors import UnsupportedModel
 from asyncllm.lite import merge_lora
-from asyncllm.models.adapter_files import AdapterFiles
 from asyncllm.models.build import open_model
+from asyncllm.models.loading.adapter_files import AdapterFiles
 from tests.models.parity import Case, folder_of, hub_model, open_case, random_tokens
 from tests.models.test_adapters import TOKENS, pooled, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.models.load_plan import LoadPlan
+from asyncllm.models.loading.load_plan import LoadPlan
 from asyncllm.models.registry import families, read_config
 
 _LINES = Path(__file__).with_name("published.jsonl").read_text(encoding="utf-8").splitlines()

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.models import shard_file
-from asyncllm.models.checkpoint import Checkpoint, read_header
-from asyncllm.models.output_folder import write_shards
-from asyncllm.models.shard_file import DTYPE_NAMES, ShardFile
+from asyncllm.models.loading import shard_file
+from asyncllm.models.loading.checkpoint import Checkpoint, read_header
+from asyncllm.models.loading.output_folder import write_shards
+from asyncllm.models.loading.shard_file import DTYPE_NAMES, ShardFile
 
 
 def tensors() -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.models import load_plan
-from asyncllm.models import stream as stream_module
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.load_plan import plan_load, stream_to
+from asyncllm.models.loading import load_plan
+from asyncllm.models.loading import stream as stream_module
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.load_plan import plan_load, stream_to
 from tests.models.parity import FAMILIES, Case, folder_of
 from tests.models.test_shares import open_share
 from tests.ranks.threads import in_ranks

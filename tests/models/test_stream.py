@@ -17,11 +17,11 @@ from torch import Tensor
 
 from asyncllm.agent.step_thread import HasLimits, StepThread
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.models import stream as stream_module
 from asyncllm.models.baichuan import NormalizedOutputEmbedding
 from asyncllm.models.build import open_model
-from asyncllm.models.checkpoint import Checkpoint, TensorEntry
-from asyncllm.models.stream import THREAD_NAME, stream
+from asyncllm.models.loading import stream as stream_module
+from asyncllm.models.loading.checkpoint import Checkpoint, TensorEntry
+from asyncllm.models.loading.stream import THREAD_NAME, stream
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncllm.errors import InvalidParameter
 from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.load_plan import plan_update
+from asyncllm.models.loading.load_plan import plan_update
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES, Case, folder_of, hub_model
 

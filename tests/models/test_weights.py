@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
-from asyncllm.models.checkpoint import Checkpoint
-from asyncllm.models.load_plan import load
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.load_plan import load
 from asyncllm.models.weights import Target, WeightMap
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 6, 2, 4, 8, 12, 3, 2

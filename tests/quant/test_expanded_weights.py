@@ -15,8 +15,8 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.locate import locate
-from asyncllm.models.load_plan import plan_load, plan_update, stream_to
-from asyncllm.models.quantized import open_checkpoint
+from asyncllm.models.loading.load_plan import plan_load, plan_update, stream_to
+from asyncllm.models.loading.quantized import open_checkpoint
 from asyncllm.protocol import Sleep
 from tests.agent.tiny_model import Driver, prompt_of
 from tests.checkpoints import build_checkpoint

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncllm.models.stream import DTYPES
+from asyncllm.models.loading.stream import DTYPES
 from asyncllm.quant.awq import Gemm, encode_gemm
 from asyncllm.quant.bitsandbytes import BitsAndBytes
 from asyncllm.quant.compressed import PackQuantized, encode_packed

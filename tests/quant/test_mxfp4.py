@@ -17,7 +17,7 @@ from asyncllm.config.engine import EngineConfig
 from asyncllm.distributed.group import RankGroup
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidParameter, UnsupportedModel
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.load_plan import plan_update
+from asyncllm.models.loading.load_plan import plan_update
 from asyncllm.protocol import Sleep, Wake
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import Runner, random_tokens

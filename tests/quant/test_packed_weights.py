@@ -15,7 +15,7 @@ from asyncllm.kernels.packed import PLANE, chunk_of, natural, pack_codes, unpack
 from asyncllm.layers.linear_method import Weighted
 from asyncllm.models.build import open_model
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.load_plan import plan_update
+from asyncllm.models.loading.load_plan import plan_update
 from asyncllm.models.registry import read_config
 from asyncllm.quant.packed import Packed
 from tests.checkpoints import build_checkpoint

@@ -17,7 +17,7 @@ from asyncllm.kernels import ScaledWeight
 from asyncllm.kernels.scaled import expand
 from asyncllm.layers.linear_method import LinearMethod, Unquantized, Weighted
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.load_plan import plan_update
+from asyncllm.models.loading.load_plan import plan_update
 from asyncllm.quant.scaled import Scaled
 from tests.checkpoints import build_checkpoint
 from tests.quant.formats import Eight, change, eight, fp8, from_e4m3, smooth_quant, to_e4m3, write, write_config
@@ -304,7 +304,7 @@ def test_plain_weights_are_rounded_as_they_are_read(tmp_path: Path) -> None:
 def test_weights_that_were_rounded_here_can_be_replaced(tmp_path: Path) -> None:
     first, second = (build_checkpoint("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     model, expected = open_cpu(first, model_format="fp8"), open_cpu(second, model_format="fp8")
-    from asyncllm.models.checkpoint import Checkpoint
+    from asyncllm.models.loading.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(second)
     plan_update(model, {name: tensor.clone() for name, tensor in checkpoint.read()}, model.weight_map)()
@@ -313,7 +313,7 @@ def test_weights_that_were_rounded_here_can_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp8-block", "smooth-int8", "compressed-fp8-tensor-static"])
 def test_a_weight_comes_with_its_scales(name: str, dense: Path, tmp_path: Path) -> None:
-    from asyncllm.models.checkpoint import Checkpoint
+    from asyncllm.models.loading.checkpoint import Checkpoint
 
     model = open_cpu(write(dense, tmp_path / "model", FORMATS[name]))
     before = logits_of(model)

@@ -26,7 +26,7 @@ PLUGIN = f"""
 import time
 import torch
 from asyncllm.agent.model_agent import ModelAgent
-from asyncllm.models import adapter_files
+from asyncllm.models.loading import adapter_files
 from asyncllm.models.decoder import DecoderLM
 
 digest = adapter_files._digest

@@ -25,11 +25,11 @@ from asyncllm.kernels.lora import MAX_PARTS
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.moe import ExactRouter
 from asyncllm.locate import WHOLE_MODULES
-from asyncllm.models.adapter_copies import BaseEmbeddings
-from asyncllm.models.checkpoint import Checkpoint, read_header
-from asyncllm.models.convert import load_pickle
 from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.fused import LAYOUTS
+from asyncllm.models.loading.adapter_copies import BaseEmbeddings
+from asyncllm.models.loading.checkpoint import Checkpoint, read_header
+from asyncllm.models.loading.convert import load_pickle
 from asyncllm.models.typed_fields import MAX_NUMBER
 from asyncllm.models.weights import Target
 

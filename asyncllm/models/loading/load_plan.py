@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedModel, short
 from asyncllm.layers.layer import PartKey
 from asyncllm.layers.linear_method import FLOATS, Stored, Weighted
-from asyncllm.models.checkpoint import Checkpoint, TensorEntry
 from asyncllm.models.fused import LAYOUTS, STACKS
-from asyncllm.models.shard_file import DTYPE_NAMES
-from asyncllm.models.stream import stream
+from asyncllm.models.loading.checkpoint import Checkpoint, TensorEntry
+from asyncllm.models.loading.shard_file import DTYPE_NAMES
+from asyncllm.models.loading.stream import stream
 from asyncllm.models.weights import Target, WeightMap
 
 __all__ = [

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncllm.errors import InvalidParameter, ModelError
-from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME
-from asyncllm.models.shard_file import ShardFile
+from asyncllm.models.loading.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from asyncllm.models.loading.shard_file import ShardFile
 from asyncllm.text.sentence_transformers import pooling_folder
 
 __all__ = ["MAX_SHARD_BYTES", "check_free", "copy_companions", "output_folder", "write_shards"]

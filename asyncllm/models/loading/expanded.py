@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, short
-from asyncllm.models.checkpoint import Checkpoint, TensorEntry
+from asyncllm.models.loading.checkpoint import Checkpoint, TensorEntry
 from asyncllm.quant.expansion import Expansion
 
 __all__ = ["ExpandedCheckpoint"]

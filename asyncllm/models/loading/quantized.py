@@ -12,9 +12,9 @@ from torch import Tensor
 from asyncllm.errors import InvalidCheckpoint, UnsupportedModel, short
 from asyncllm.layers.embedding import Embedding, OutputEmbedding
 from asyncllm.layers.linear_method import UNQUANTIZED, LinearMethod, Weighted
-from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.expanded import ExpandedCheckpoint
+from asyncllm.models.loading.checkpoint import Checkpoint
+from asyncllm.models.loading.expanded import ExpandedCheckpoint
 from asyncllm.quant.expanded_methods import expansion_of_method
 from asyncllm.quant.expansion import modules_of
 from asyncllm.quant.packed import Packed

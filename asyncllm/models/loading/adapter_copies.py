@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.models.checkpoint import COMPARED_ROWS, Checkpoint
 from asyncllm.models.decoder import DecoderLM
+from asyncllm.models.loading.checkpoint import COMPARED_ROWS, Checkpoint
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["BaseEmbeddings"]

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from asyncllm.models.checkpoint import TensorEntry, unreadable
+from asyncllm.models.loading.checkpoint import TensorEntry, unreadable
 
 __all__ = ["BUFFER_BYTES", "DTYPES", "FLOAT_DTYPES", "READ_THREADS", "stream"]
 

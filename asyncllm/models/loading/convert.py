@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import InvalidCheckpoint, InvalidParameter, ModelNotFound, short
-from asyncllm.models.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
-from asyncllm.models.output_folder import MAX_SHARD_BYTES, check_free, copy_companions, output_folder, write_shards
-from asyncllm.models.shard_file import DTYPE_NAMES
+from asyncllm.models.loading.checkpoint import INDEX_NAME, WEIGHTS_NAME, Checkpoint
+from asyncllm.models.loading.output_folder import (
+    MAX_SHARD_BYTES,
+    check_free,
+    copy_companions,
+    output_folder,
+    write_shards,
+)
+from asyncllm.models.loading.shard_file import DTYPE_NAMES
 
 __all__ = ["ConvertReport", "convert", "load_pickle"]
 
