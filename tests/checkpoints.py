@@ -177,7 +177,8 @@ def _rewrite(folder: Path, fields: Mapping[str, Any], layout: Layout) -> None:
 
 def _stores_less(model_type: str) -> bool:
     """Return whether norms store less than their weights, by 1."""
-    return model_type in ("nemotron", "vaultgemma", "gemma", "gemma2", "gemma3_text", "gemma3", "step3p7")
+    gemmas = ("gemma", "gemma2", "gemma3_text", "gemma3", "recurrent_gemma", "vaultgemma")
+    return model_type in ("nemotron", *gemmas, "step3p7")
 
 
 def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> None:
@@ -185,6 +186,9 @@ def perturb(model: torch.nn.Module, seed: int = 0, *, offset: float = 1.0) -> No
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_perturbed(name, parameter, offset, seed))
+            if name.endswith("recurrent_param"):
+                # So that states last for some tokens.
+                parameter.sub_(4.0)
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "act_fn.beta", "expert_bias")):
                 buffer.copy_(_perturbed(name, buffer, offset, seed))

@@ -38,9 +38,9 @@ class Decay(ParameterOwner):
 class WholeParts(MergedLinear):
     """A merged layer whose parts every rank holds as a whole."""
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int) -> None:
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, stored_heads: int, bias: bool = False) -> None:
         """`stored_heads`: number of heads, if a checkpoint stores the parts by head."""
-        Weighted.__init__(self, in_features, parts, shard="replicated")
+        Weighted.__init__(self, in_features, parts, shard="replicated", bias=bias)
         self.stored_heads = stored_heads
 
 

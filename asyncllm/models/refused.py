@@ -192,9 +192,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "Plamo2ForCausalLM": Refused("PLaMo 2", NO_REFERENCE, "BambaForCausalLM"),
     "Plamo3ForCausalLM": Refused("PLaMo 3", NO_REFERENCE, "Gemma3ForCausalLM"),
     "Qwen4ExpForCausalLM": Refused("Qwen4 experimental", _INDEX, "Qwen3_5MoeForCausalLM"),
-    "RecurrentGemmaForCausalLM": Refused(
-        "RecurrentGemma, Griffin", "its gated recurrence is not implemented", "Gemma2ForCausalLM"
-    ),
     "ReformerModelWithLMHead": Refused("Reformer", "LSH attention is not implemented", "GPT2LMHeadModel"),
     "RwkvForCausalLM": Refused("RWKV 4", "its recurrence is not implemented", "MambaForCausalLM"),
     "SDARForCausalLM": Refused("SDAR", _DIFFUSION, "Qwen3ForCausalLM"),

@@ -165,6 +165,19 @@ CASES = [
         },
     ),
     Case(
+        "scan 1",
+        selective_scan.selective_scan_kernel,
+        {
+            **{"x_ptr": "*fp32", "size_ptr": "*fp32", "rate_ptr": "*fp32", "write_ptr": "*fp32", "read_ptr": "*fp32"},
+            **{"state_ptr": "*fp32", "end_ptr": "*i32", "source_ptr": "*i64", "target_ptr": "*i64", "first": "i32"},
+            **{"span_ptr": "*i32", "offset_ptr": "*i32", "out_ptr": "*fp32"},
+        },
+        {
+            **{"ALL_FEATURES": 2560, "STATE": 1, "STATE_TILE": 1, "FEATURES": selective_scan.FEATURES},
+            **{"TOKENS": selective_scan.TOKENS, "SIZE": 64, **PDL},
+        },
+    ),
+    Case(
         "inputs 2048",
         recurrent.inputs_kernel,
         {

@@ -205,7 +205,9 @@ def test_state_space(
 
 @pytest.mark.parametrize("scan", [memory.selective_scan, scan_launchers.selective_scan], ids=["op", "launcher"])
 @DTYPES
-@pytest.mark.parametrize(("features", "size", "lens", "block"), [(11, 3, LENS, BLOCK), (5, 4, LONG, 80)])
+@pytest.mark.parametrize(
+    ("features", "size", "lens", "block"), [(11, 3, LENS, BLOCK), (5, 4, LONG, 80), (11, 1, LENS, BLOCK)]
+)
 def test_selective_scan(
     scan: Callable[..., Tensor],
     dtype: torch.dtype,

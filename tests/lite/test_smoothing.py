@@ -87,6 +87,7 @@ FAMILIES = {
 KINDS_OF_LAYERS = {
     "deepseek_v32": 18,  # an index, which reads the norm and the bottleneck of queries; an MLP, then experts
     "bailing_hybrid": 40,  # delta nets, and latent attention with gates of heads, which read the norm too
+    "recurrent_gemma": 13,  # recurrences behind convolutions
     "step3p5": 14,  # gated heads, experts with a shared MLP, and limits of what gates multiply
     "longcat_flash": 30,  # two attentions and MLPs, of whose norms some experts return one's features themselves
     "nemotron_h": 8,  # single branches: Mamba-2, attention with values, and MLPs
