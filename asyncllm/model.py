@@ -8,10 +8,10 @@ from typing import Any
 
 from asyncllm.config import ChatTemplateConfig
 from asyncllm.locate import locate
-from asyncllm.text import templates
 from asyncllm.text.chat_template import CHECKPOINT, ChatTemplate
-from asyncllm.text.composed_template import BaseChatTemplate
 from asyncllm.text.image_marks import IMAGE_PARTS, VIDEO_PARTS, split_marks, take_images
+from asyncllm.text.templates import registry
+from asyncllm.text.templates.composed import BaseChatTemplate
 from asyncllm.types import Message
 
 __all__ = ["MODELS", "BaseChatTemplate", "ChatTemplateConfig", "CheckpointTemplate"]
@@ -57,11 +57,11 @@ def _with_media(message: Message) -> Message:
     return {**message, "content": filled}
 
 
-class _Models(templates.Registry):
+class _Models(registry.Registry):
     """The registry as programs see it: with the class that reads a checkpoint's own template."""
 
     def get(self, name: str) -> type[Any] | None:
         return super().get(name) or (CheckpointTemplate if name == CHECKPOINT else None)
 
 
-MODELS = _Models(templates.MODELS.users)
+MODELS = _Models(registry.MODELS.users)

@@ -46,13 +46,13 @@ REASONS = {
     ("parameters", "http_client/api_client.py:completions_v1"): "LMDeploy's signature",
     ("parameters", "testing/fake_device.py:__init__"): "what a model side says of itself, all by keyword",
     ("parameters", "testing/fake_executor.py:__init__"): "knobs for users' tests, all by keyword",
-    ("parameters", "text/composed_template.py:__init__"): "LMDeploy's signature",
+    ("parameters", "text/templates/composed.py:__init__"): "LMDeploy's signature",
     ("positional parameters", "http_client/__init__.py:serve"): "LMDeploy's signature",
     ("positional parameters", "http_client/api_client.py:chat_completions_v1"): "LMDeploy's signature",
     ("positional parameters", "http_client/api_client.py:chat_interactive_v1"): "LMDeploy's signature",
     ("positional parameters", "http_client/api_client.py:completions_v1"): "LMDeploy's signature",
     ("positional parameters", "kernels/triton/attention/launch.py:launch_attention"): "attention's own arguments",
-    ("positional parameters", "text/composed_template.py:__init__"): "LMDeploy's signature",
+    ("positional parameters", "text/templates/composed.py:__init__"): "LMDeploy's signature",
 }
 """Why one thing is that large, by measure and place."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncllm import ChatTemplateConfig, Response, pipeline
-from asyncllm.text.templates import MODELS
+from asyncllm.text.templates.registry import MODELS
 from tests.seed_samples import CUSTOM_TEMPLATE, LONG_SAMPLES, SAMPLES, TEMPLATE_JSON
 
 Runner = Callable[..., dict[str, Any]]

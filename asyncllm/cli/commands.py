@@ -229,10 +229,10 @@ def _doctor(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     """Print the names of chat templates and architectures."""
     from asyncllm.models.registry import families
-    from asyncllm.text import templates
+    from asyncllm.text.templates.registry import names as template_names
 
     load_plugins(options)
-    names = {"chat_templates": templates.names(), "architectures": list(families())}
+    names = {"chat_templates": template_names(), "architectures": list(families())}
     if options.json:
         import json
 

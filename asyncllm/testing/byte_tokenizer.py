@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from asyncllm.text.token_table import LeadingSpace, TokenTable
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.token_table import LeadingSpace, TokenTable
 
 __all__ = ["ByteTokenizer"]
 

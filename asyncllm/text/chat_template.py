@@ -18,13 +18,13 @@ from asyncllm.errors import (
     UnsupportedModel,
     short,
 )
-from asyncllm.text.builtin_templates import AHEAD_OF_CHECKPOINTS
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
-from asyncllm.text.composed_template import FILLED, uncomposed
-from asyncllm.text.jinja_template import JinjaTemplate, checkpoint_template
 from asyncllm.text.messages import checked_messages, checked_prompt
-from asyncllm.text.renderers import ComposedRenderer, Ending, JinjaRenderer, Renderer
-from asyncllm.text.templates import MODELS, builtin_name
+from asyncllm.text.templates.builtin import AHEAD_OF_CHECKPOINTS
+from asyncllm.text.templates.composed import FILLED, uncomposed
+from asyncllm.text.templates.jinja_template import JinjaTemplate, checkpoint_template
+from asyncllm.text.templates.registry import MODELS, builtin_name
+from asyncllm.text.templates.renderers import ComposedRenderer, Ending, JinjaRenderer, Renderer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Message
 

@@ -7,8 +7,8 @@ from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.token_table import LeadingSpace
 
 __all__ = ["Detokenizer", "StopMatcher", "StopWords"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage, InvalidParameter, ModelNotFound
-from asyncllm.text.added_tokens import Spellings
 from asyncllm.text.checkpoint_files import TokenSettings
-from asyncllm.text.tiktoken_file import find_tiktoken_file
-from asyncllm.text.token_table import TokenTable
+from asyncllm.text.tokenizers.added_tokens import Spellings
+from asyncllm.text.tokenizers.tiktoken_file import find_tiktoken_file
+from asyncllm.text.tokenizers.token_table import TokenTable
 
 __all__ = ["Tokenizer", "TokenizerModel"]
 
@@ -188,28 +188,28 @@ def _surrogate(text: str) -> int | None:
 def _open_model(path: Path, settings: TokenSettings) -> TokenizerModel:
     # The libraries are imported here, so that only the one that is needed is loaded.
     if (path / "tokenizer.json").exists():
-        from asyncllm.text.tokenizer_json import TokenizerJson
+        from asyncllm.text.tokenizers.tokenizer_json import TokenizerJson
 
         return TokenizerJson.open(path / "tokenizer.json", settings)
     ranked = find_tiktoken_file(path)
     if ranked is not None:
-        from asyncllm.text.tiktoken_pipeline import tiktoken_pipeline
-        from asyncllm.text.tokenizer_json import TokenizerJson
+        from asyncllm.text.tokenizers.tiktoken_pipeline import tiktoken_pipeline
+        from asyncllm.text.tokenizers.tokenizer_json import TokenizerJson
 
         return TokenizerJson(tiktoken_pipeline(ranked, settings), ranked, settings)
     tekken = path / "tekken.json"
     if tekken.exists() and not (path / "tokenizer.model").exists():
-        from asyncllm.text.tekken_file import tekken_pipeline
-        from asyncllm.text.tokenizer_json import TokenizerJson
+        from asyncllm.text.tokenizers.tekken_file import tekken_pipeline
+        from asyncllm.text.tokenizers.tokenizer_json import TokenizerJson
 
         return TokenizerJson(tekken_pipeline(tekken), tekken, settings)
     if (path / "tokenizer.model").exists():
-        from asyncllm.text.sentencepiece_model import SentencePieceModel
+        from asyncllm.text.tokenizers.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel(path / "tokenizer.model", settings)
     if (path / "vocab.json").exists():
-        from asyncllm.text.merges_file import merges_pipeline
-        from asyncllm.text.tokenizer_json import TokenizerJson
+        from asyncllm.text.tokenizers.merges_file import merges_pipeline
+        from asyncllm.text.tokenizers.tokenizer_json import TokenizerJson
 
         return TokenizerJson(merges_pipeline(path, settings), path / "vocab.json", settings)
     raise InvalidCheckpoint(

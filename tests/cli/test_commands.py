@@ -17,7 +17,7 @@ import pytest
 from asyncllm import EngineConfig, cli
 from asyncllm.cli import doctor, flags
 from asyncllm.testing import FakePipeline
-from asyncllm.text import templates
+from asyncllm.text.templates import registry
 from tests.processes import children_seconds
 from tests.terminal import Terminal
 
@@ -171,7 +171,7 @@ class TestList:
 
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["list", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["chat_templates"] == templates.names()
+        assert json.loads(capsys.readouterr().out)["chat_templates"] == registry.names()
 
 
 class TestDoctor:

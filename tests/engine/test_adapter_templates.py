@@ -16,7 +16,7 @@ from asyncllm.errors import InvalidCheckpoint, InvalidParameter, UnsupportedFeat
 from asyncllm.locate import locate, locate_adapter
 from asyncllm.model import BaseChatTemplate
 from asyncllm.pipeline import Pipeline
-from asyncllm.text.templates import MODELS
+from asyncllm.text.templates.registry import MODELS
 from tests.server.serving import Served, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.timeout(120)]

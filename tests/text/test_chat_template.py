@@ -14,7 +14,7 @@ from asyncllm.config import ChatTemplateConfig
 from asyncllm.errors import AsyncLLMError, InvalidCheckpoint, InvalidMessage, InvalidParameter, UnsupportedFeature
 from asyncllm.model import MODELS, BaseChatTemplate
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.templates import Registry
+from asyncllm.text.templates.registry import Registry
 from asyncllm.types import Message
 from tests.text.conversations import JINJA, turns
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.config import ChatTemplateConfig
-from asyncllm.text.added_tokens import Spellings, TokenFinder, any_of
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.checkpoint_files import AddedToken
 from asyncllm.text.literals import Literals
-from asyncllm.text.sentencepiece_file import WITHOUT_DUMMY_PREFIX
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.added_tokens import Spellings, TokenFinder, any_of
+from asyncllm.text.tokenizers.sentencepiece_file import WITHOUT_DUMMY_PREFIX
 from tests.text.checkpoints import BUILDERS, sentencepiece_model, write_json
 
 A, B = "<|a|>", "<|b|>"

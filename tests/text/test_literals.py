@@ -10,10 +10,10 @@ import pytest
 
 from asyncllm.config import ChatTemplateConfig
 from asyncllm.errors import InvalidMessage
-from asyncllm.text.added_tokens import Spellings
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literals import Literals
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.added_tokens import Spellings
 from asyncllm.types import Message
 from tests.text.conversations import JINJA, turns
 

@@ -10,8 +10,8 @@ import pytest
 from asyncllm import ChatTemplateConfig
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.image_marks import IMAGE_MARK, OWN_END, VIDEO_MARK
-from asyncllm.text.jinja_template import JinjaTemplate
-from asyncllm.text.part_contents import PartContents
+from asyncllm.text.templates.jinja_template import JinjaTemplate
+from asyncllm.text.templates.part_contents import PartContents
 
 IN_ORDER = """{% for message in messages %}{{ message.role }}:{% for part in message.content -%}
 {% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<img>{% else %}<{{ part.type }}>{% endif %}

@@ -10,7 +10,7 @@ import pytest
 
 from asyncllm.errors import InvalidMessage, InvalidParameter
 from asyncllm.model import MODELS, BaseChatTemplate
-from asyncllm.text.builtin_templates import ALIASES, BUILTIN
+from asyncllm.text.templates.builtin import ALIASES, BUILTIN
 from tests.text.conversations import turns
 
 FILLED_IN = "def f():\n    <FILL>\n    return x"

@@ -12,7 +12,7 @@ import transformers
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.replies.formats import reply_format
-from asyncllm.text.templates import MODELS
+from asyncllm.text.templates.registry import MODELS
 from tests.text.conversations import JINJA, turns
 
 THINKING = (

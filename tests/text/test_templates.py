@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
-from asyncllm.text.builtin_templates import ARCHITECTURES, BUILTIN
-from asyncllm.text.composed_template import BaseChatTemplate
-from asyncllm.text.templates import MODELS, Registry, builtin_name, names
+from asyncllm.text.templates.builtin import ARCHITECTURES, BUILTIN
+from asyncllm.text.templates.composed import BaseChatTemplate
+from asyncllm.text.templates.registry import MODELS, Registry, builtin_name, names
 
 CONVERSATION = [
     {"role": "system", "content": "S"},

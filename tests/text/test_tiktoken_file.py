@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.text.token_table import byte_level_piece
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.token_table import byte_level_piece
 from tests.text.checkpoints import SENTENCES, byte_level, write_json
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

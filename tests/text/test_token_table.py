@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import decoders
 
-from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
+from asyncllm.text.tokenizers.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
 
 PIECES: list[bytes | None] = [b"<s>", b" ", b" a", b"  b", b"c", b"", None, b"\xe4"]
 

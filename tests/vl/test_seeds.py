@@ -12,7 +12,7 @@ import pytest
 
 from asyncllm import AsyncEngine, EngineConfig, Response
 from asyncllm.server.request.media import MediaFetcher
-from asyncllm.text.templates import MODELS
+from asyncllm.text.templates.registry import MODELS
 from asyncllm.vl import loading
 from tests.server.serving import serving
 

@@ -20,8 +20,8 @@ from asyncllm.config.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, Lark, as_lark, escaped
 from asyncllm.text.grammars.tags import tag_rule
-from asyncllm.text.token_table import LeadingSpace
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizers.token_table import LeadingSpace
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

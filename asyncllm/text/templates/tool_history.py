@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from asyncllm.errors import InvalidMessage
-from asyncllm.text.jinja_template import JinjaTemplate
 from asyncllm.text.replies.mistral import SHORT_ID
+from asyncllm.text.templates.jinja_template import JinjaTemplate
 
 __all__ = ["ToolHistory"]
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint
 from asyncllm.text.checkpoint_files import AddedToken
-from asyncllm.text.token_table import byte_level_text
+from asyncllm.text.tokenizers.token_table import byte_level_text
 
 __all__ = ["added_token", "byte_pair_pipeline"]
 

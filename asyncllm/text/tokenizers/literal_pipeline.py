@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
-from asyncllm.text.added_tokens import SPACE, FoundToken
+from asyncllm.text.tokenizers.added_tokens import SPACE, FoundToken
 
 __all__ = ["LiteralPipeline"]
 

@@ -9,9 +9,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint, short
-from asyncllm.text.byte_pairs import added_token
 from asyncllm.text.checkpoint_files import TokenSettings, read_json_object
-from asyncllm.text.tiktoken_pipeline import words_of
+from asyncllm.text.tokenizers.byte_pairs import added_token
+from asyncllm.text.tokenizers.tiktoken_pipeline import words_of
 
 __all__ = ["merges_pipeline"]
 

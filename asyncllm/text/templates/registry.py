@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any, TypeVar
 
 from asyncllm.errors import InvalidParameter
-from asyncllm.text.builtin_templates import ALIASES, ARCHITECTURES, BUILTIN
 from asyncllm.text.checkpoint_files import classes_of
-from asyncllm.text.composed_template import BaseChatTemplate
+from asyncllm.text.templates.builtin import ALIASES, ARCHITECTURES, BUILTIN
+from asyncllm.text.templates.composed import BaseChatTemplate
 
 __all__ = ["MODELS", "Registry", "builtin_name", "names"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.text.byte_pairs import byte_pair_pipeline
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, read_json_object
+from asyncllm.text.tokenizers.byte_pairs import byte_pair_pipeline
 
 __all__ = ["tekken_pipeline"]
 

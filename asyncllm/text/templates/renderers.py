@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature
-from asyncllm.text.jinja_template import JinjaTemplate
-from asyncllm.text.part_contents import PartContents, with_own_places, written_for_media
-from asyncllm.text.tool_history import ToolHistory
+from asyncllm.text.templates.jinja_template import JinjaTemplate
+from asyncllm.text.templates.part_contents import PartContents, with_own_places, written_for_media
+from asyncllm.text.templates.tool_history import ToolHistory
 
 __all__ = ["ComposedRenderer", "Ending", "JinjaRenderer", "Renderer"]
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import sentencepiece
 
 from asyncllm.errors import InvalidCheckpoint
-from asyncllm.text.added_tokens import SPACE, TokenFinder, led_by_space
 from asyncllm.text.checkpoint_files import AddedToken, TokenSettings
-from asyncllm.text.sentencepiece_file import (
+from asyncllm.text.tokenizers.added_tokens import SPACE, TokenFinder, led_by_space
+from asyncllm.text.tokenizers.sentencepiece_file import (
     UNUSED,
     USER_DEFINED,
     WITHOUT_DUMMY_PREFIX,
     piece_types,
     with_unused_pieces,
 )
-from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_of_fallback_token
+from asyncllm.text.tokenizers.token_table import LeadingSpace, TokenTable, byte_of_fallback_token
 
 __all__ = ["SentencePieceModel"]
 

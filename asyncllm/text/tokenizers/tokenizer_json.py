@@ -13,10 +13,10 @@ from tokenizers import AddedToken as HubAddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint, InvalidMessage
-from asyncllm.text.added_tokens import SPACE, FoundToken, TokenFinder, any_of, led_by_space
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
-from asyncllm.text.literal_pipeline import LiteralPipeline
-from asyncllm.text.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
+from asyncllm.text.tokenizers.added_tokens import SPACE, FoundToken, TokenFinder, any_of, led_by_space
+from asyncllm.text.tokenizers.literal_pipeline import LiteralPipeline
+from asyncllm.text.tokenizers.token_table import LeadingSpace, TokenTable, byte_level_piece, byte_of_fallback_token
 
 __all__ = ["TokenizerJson"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncllm.errors import InvalidMessage
 from asyncllm.text.image_marks import KINDS, OWN_END, parts_of
-from asyncllm.text.jinja_template import JinjaTemplate
+from asyncllm.text.templates.jinja_template import JinjaTemplate
 
 __all__ = ["PartContents", "with_own_places", "written_for_media"]
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as HubTokenizer
 
 from asyncllm.errors import InvalidCheckpoint, short
-from asyncllm.text.byte_pairs import byte_pair_pipeline
 from asyncllm.text.checkpoint_files import MAX_TOKEN_ID, AddedToken, TokenSettings
-from asyncllm.text.tiktoken_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
+from asyncllm.text.tokenizers.byte_pairs import byte_pair_pipeline
+from asyncllm.text.tokenizers.tiktoken_file import GLM, HUNYUAN, KIMI, QWEN, read_ranks
 
 __all__ = ["tiktoken_pipeline", "words_of"]
 
