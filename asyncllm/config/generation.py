@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncllm.config.lmdeploy_settings import ANSWERS
-from asyncllm.config.response_format import as_response_format, grammar_of
 from asyncllm.config.settings import MAX_COUNT, Settings
+from asyncllm.config.structured_output.response_format import as_response_format, grammar_of
 from asyncllm.config.unsupported import Unsupported
 from asyncllm.errors import InvalidParameter, short
 

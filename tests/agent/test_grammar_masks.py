@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import asyncllm
 from asyncllm.agent.sampling import grammar_masks
 from asyncllm.agent.sampling.grammar_masks import FEW_ROWS, GrammarMasks
-from asyncllm.config.response_format import grammar_of
+from asyncllm.config.structured_output.response_format import grammar_of
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler, GrammarProgress, GrammarStart
 from asyncllm.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 
 from asyncllm import AsyncEngine, ChatTemplateConfig, GenerationConfig, UnsupportedFeature
 from asyncllm.agent.executor import open_executor
-from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.structured_output.response_format import GrammarSpec
 from asyncllm.locate import locate
 from asyncllm.ranks import messages
 from asyncllm.ranks.grammars import RankGrammars

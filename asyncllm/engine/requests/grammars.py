@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from asyncllm.config import GenerationConfig, RequestOptions
-from asyncllm.config.response_format import GrammarSpec, grammar_of
+from asyncllm.config.structured_output.response_format import GrammarSpec, grammar_of
 from asyncllm.engine.requests.prompt_encoder import PromptEncoder
 from asyncllm.errors import AsyncLLMError, EngineError, InvalidParameter, QueueFull, UnsupportedFeature
 from asyncllm.event_loop.in_thread import starting_thread

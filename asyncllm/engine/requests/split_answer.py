@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from asyncllm.config import EngineConfig, GenerationConfig, RequestOptions
-from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.structured_output.response_format import GrammarSpec
 from asyncllm.config.tools import ToolChoice, is_constrained, schemas_of
 from asyncllm.engine.requests.answer import Answer
 from asyncllm.errors import UnsupportedFeature

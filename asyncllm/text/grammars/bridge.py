@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.structured_output.response_format import GrammarSpec
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.grammars.lark import ESCAPES, WHITE_SPACE, Lark, as_lark, escaped
 from asyncllm.text.grammars.tags import tag_rule

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from asyncllm.config.structural_tag import JsonText
+from asyncllm.config.structured_output.structural_tag import JsonText
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.grammars.lark import Lark
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 
 import msgspec
 
-from asyncllm.config.structural_tag import (
+from asyncllm.config.structured_output.structural_tag import (
     AnyOf,
     AnyText,
     AnyTokens,

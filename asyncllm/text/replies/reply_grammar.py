@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncllm.config.json_schema import checked_schema
-from asyncllm.config.response_format import GrammarSpec
+from asyncllm.config.structured_output.json_schema import checked_schema
+from asyncllm.config.structured_output.response_format import GrammarSpec
 from asyncllm.config.tools import ToolChoice
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.grammars.lark import ANY_TEXT, WHITE_SPACE, Lark, escaped

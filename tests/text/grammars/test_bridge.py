@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import asyncllm
-from asyncllm.config.response_format import GrammarSpec, as_response_format, grammar_of
+from asyncllm.config.structured_output.response_format import GrammarSpec, as_response_format, grammar_of
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler, GrammarStart
 from asyncllm.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.config.response_format import grammar_of
+from asyncllm.config.structured_output.response_format import grammar_of
 from asyncllm.errors import InvalidParameter
 from asyncllm.text.grammars.bridge import GrammarCompiler
 from tests.text.grammars.test_bridge import EOS, TOKENIZER, VOCAB, spec_of, takes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncllm
-from asyncllm.config.response_format import GrammarSpec, grammar_of
+from asyncllm.config.structured_output.response_format import GrammarSpec, grammar_of
 from asyncllm.config.tools import ToolChoice, choice_of
 from asyncllm.errors import InvalidParameter, UnsupportedFeature
 from asyncllm.text.grammars.bridge import AnswerGrammar, GrammarCompiler, GrammarStart

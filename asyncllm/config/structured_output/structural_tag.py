@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 import msgspec
 from msgspec import Meta
 
-from asyncllm.config.json_schema import MAX_SCHEMA, checked_schema
+from asyncllm.config.structured_output.json_schema import MAX_SCHEMA, checked_schema
 from asyncllm.errors import InvalidParameter, short
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_origin
 
 import msgspec
 
-from asyncllm.config.json_schema import MAX_CHOICES, MAX_SCHEMA, checked_schema
-from asyncllm.config.structural_tag import checked_tag
+from asyncllm.config.structured_output.json_schema import MAX_CHOICES, MAX_SCHEMA, checked_schema
+from asyncllm.config.structured_output.structural_tag import checked_tag
 from asyncllm.errors import InvalidParameter, UnsupportedFeature, short
 
 __all__ = ["GrammarSpec", "as_response_format", "grammar_of"]

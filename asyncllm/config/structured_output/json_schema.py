@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from asyncllm.config.prepared_schema import prepared_schema
-from asyncllm.config.schema_cases import with_cases
+from asyncllm.config.structured_output.prepared_schema import prepared_schema
+from asyncllm.config.structured_output.schema_cases import with_cases
 from asyncllm.errors import InvalidParameter
 
 __all__ = ["MAX_CHOICES", "MAX_SCHEMA", "checked_schema"]

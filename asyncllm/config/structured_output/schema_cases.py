@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
 from typing import Any
 
-from asyncllm.config.prepared_schema import each_schema
-from asyncllm.config.schema_joins import as_json, both, types_of
+from asyncllm.config.structured_output.prepared_schema import each_schema
+from asyncllm.config.structured_output.schema_joins import as_json, both, types_of
 
 __all__ = ["with_cases"]
 

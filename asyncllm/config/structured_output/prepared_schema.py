@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncllm.config.decimal_patterns import plain_decimal
+from asyncllm.config.structured_output.decimal_patterns import plain_decimal
 
 __all__ = ["each_schema", "prepared_schema"]
 
