@@ -9,9 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import http.client
-import time
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -23,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from asyncllm.errors import InvalidMessage, InvalidParameter, UnsupportedFeature, short
 from asyncllm.text.image_marks import is_address, is_data_url
+from asyncllm.vl.fetching import fetch
 
 __all__ = [
     "MAX_IMAGE_BYTES",
@@ -40,7 +39,6 @@ MAX_IMAGE_PIXELS = 2**26
 """Maximum number of pixels, that of 8192 x 8192, which take 200 MB decoded."""
 
 FETCH_SECONDS = 30.0
-_PIECE = 2**16
 _STRIP = 256
 _SPACES = b" \t\n\r\f"
 
@@ -208,15 +206,8 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 def _fetched(url: str, timeout: float, what: str = "image") -> bytes:
     """Return the content of a trusted URL. Raises InvalidMessage, also if it takes longer than `timeout` seconds."""
-    deadline, data = time.monotonic() + timeout, bytearray()
-    request = urllib.request.Request(url, headers={"User-Agent": "asyncllm"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            while len(data) <= MAX_IMAGE_BYTES and (piece := answer.read1(_PIECE)):
-                data += piece
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"it takes more than {timeout:g} s")
-            return bytes(data)
+        return fetch(url, seconds=timeout, max_bytes=MAX_IMAGE_BYTES)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise InvalidMessage(f"The {what} {short(url)} cannot be fetched: {error}. Check the URL.") from None
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import base64
+import socket
 import struct
+import threading
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -193,23 +199,53 @@ def test_data_urls_as_browsers_take_them() -> None:
         load_image(f"data:image/png;base64,{text}é")
 
 
-class _Slow:
-    """An answer that never ends."""
+@contextmanager
+def answering(*pieces: bytes, pause: float = 0.0) -> Iterator[str]:
+    """The URL of a server that answers each connection with these pieces, the last one again and again."""
 
-    def __enter__(self) -> _Slow:
-        return self
+    def answer(connection: socket.socket) -> None:
+        connection.settimeout(20)
+        with connection, suppress(OSError):
+            connection.recv(2**16)
+            for piece in chain(pieces, repeat(pieces[-1])):
+                connection.sendall(piece)
+                time.sleep(pause)
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                answer(listener.accept()[0])
 
-    def read1(self, size: int) -> bytes:
-        return b"x"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
-def test_a_slow_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: _Slow())
-    with pytest.raises(InvalidMessage, match=r"takes more than 0\.01 s"):
-        load_image("http://slow.example/x.png", timeout=0.01)
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: /y.png\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begins", [b"HTTP/1.1 200 OK\r\nServer: ", HEAD, REDIRECT], ids=["head", "content", "redirect"]
+)
+def test_a_slow_server_is_given_up(begins: bytes) -> None:
+    with answering(begins, b"x", pause=0.01) as url:
+        began = time.monotonic()
+        with pytest.raises(InvalidMessage, match=r"cannot be fetched: .*(timed out|too long)"):
+            load_image(url, timeout=0.2)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("begins", "says"), [(HEAD, "more than 1000 bytes"), (REDIRECT, "too much")])
+def test_what_never_ends_is_cut(begins: bytes, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncllm.vl.loading.MAX_IMAGE_BYTES", 1000)
+    with answering(begins, b"x" * 2**20) as url, pytest.raises(InvalidMessage, match=says):
+        load_image(url)
 
 
 def test_an_address_that_is_none() -> None:
