@@ -134,28 +134,22 @@ __all__ = ["ROUTES"]
 
 _GENERATING = (
     Route(
-        method="POST",
-        path="/v1/chat/completions",
-        handler=chat_completions,
-        auth=Auth.KEY,
-        body=ChatRequest,
-        answer=ChatResponse,
-        streams=True,
+        "POST", "/v1/chat/completions", chat_completions, Auth.KEY, body=ChatRequest, answer=ChatResponse, streams=True
     ),
     Route(
-        method="POST",
-        path="/v1/completions",
-        handler=completions,
-        auth=Auth.KEY,
+        "POST",
+        "/v1/completions",
+        completions,
+        Auth.KEY,
         body=CompletionRequest,
         answer=CompletionResponse,
         streams=True,
     ),
     Route(
-        method="POST",
-        path="/v1/chat/interactive",
-        handler=chat_interactive,
-        auth=Auth.KEY,
+        "POST",
+        "/v1/chat/interactive",
+        chat_interactive,
+        Auth.KEY,
         body=InteractiveRequest,
         answer=InteractiveResponse,
         streams=True,
@@ -163,49 +157,29 @@ _GENERATING = (
     ),
 )
 
-_SCORE = Route(method="POST", path="/v1/score", handler=score, auth=Auth.KEY, body=ScoreRequest, answer=ScoreResponse)
-_RERANK = Route(
-    method="POST", path="/v1/rerank", handler=rerank, auth=Auth.KEY, body=RerankRequest, answer=RerankResponse
-)
+_SCORE = Route("POST", "/v1/score", score, Auth.KEY, body=ScoreRequest, answer=ScoreResponse)
+_RERANK = Route("POST", "/v1/rerank", rerank, Auth.KEY, body=RerankRequest, answer=RerankResponse)
 
-_HEALTH = Route(method="GET", path="/health", handler=health, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False)
+_HEALTH = Route("GET", "/health", health, Auth.PUBLIC, answer=Health, also=(503,), work=False)
 
-_WAKE_UP = Route(
-    method="POST",
-    path="/wakeup",
-    handler=wakeup,
-    auth=Auth.ADMIN,
-    query={"tags": TAGS},
-    answer=Sleeping,
-    work=False,
-)
-_FLUSH = Route(
-    method="POST", path="/flush_cache", handler=flush_cache, auth=Auth.ADMIN, content_type="text/plain", work=False
-)
-_SERVER_INFO = Route(
-    method="GET", path="/server_info", handler=server_info, auth=Auth.KEY, answer=ServerInformation, work=False
-)
-_MODEL_INFO = Route(
-    method="GET", path="/model_info", handler=model_info, auth=Auth.KEY, answer=ModelInformation, work=False
-)
+_WAKE_UP = Route("POST", "/wakeup", wakeup, Auth.ADMIN, query={"tags": TAGS}, answer=Sleeping, work=False)
+_FLUSH = Route("POST", "/flush_cache", flush_cache, Auth.ADMIN, content_type="text/plain", work=False)
+_SERVER_INFO = Route("GET", "/server_info", server_info, Auth.KEY, answer=ServerInformation, work=False)
+_MODEL_INFO = Route("GET", "/model_info", model_info, Auth.KEY, answer=ModelInformation, work=False)
 
 _OLLAMA_ANSWER = Route(
-    method="POST",
-    path="/api/chat",
-    handler=ollama_chat,
-    auth=Auth.KEY,
+    "POST",
+    "/api/chat",
+    ollama_chat,
+    Auth.KEY,
     body=OllamaChatRequest,
     answer=OllamaChatAnswer,
     streams=True,
     stream_type=NDJSON.content_type,
     errors="ollama",
 )
-_OLLAMA_CHANGE = Route(
-    method="POST", path="/api/pull", handler=refuse_change, auth=Auth.KEY, work=False, errors="ollama"
-)
-_OLLAMA_LIST = Route(
-    method="GET", path="/api/tags", handler=tags, auth=Auth.KEY, answer=OllamaModels, work=False, errors="ollama"
-)
+_OLLAMA_CHANGE = Route("POST", "/api/pull", refuse_change, Auth.KEY, work=False, errors="ollama")
+_OLLAMA_LIST = Route("GET", "/api/tags", tags, Auth.KEY, answer=OllamaModels, work=False, errors="ollama")
 
 _OLLAMA = (
     _OLLAMA_ANSWER,
@@ -216,37 +190,14 @@ _OLLAMA = (
         body=OllamaGenerateRequest,
         answer=OllamaGenerateAnswer,
     ),
+    Route("POST", "/api/embed", embed, Auth.KEY, body=EmbedRequest, answer=OllamaEmbeddings, errors="ollama"),
     Route(
-        method="POST",
-        path="/api/embed",
-        handler=embed,
-        auth=Auth.KEY,
-        body=EmbedRequest,
-        answer=OllamaEmbeddings,
-        errors="ollama",
-    ),
-    Route(
-        method="POST",
-        path="/api/embeddings",
-        handler=embed_one,
-        auth=Auth.KEY,
-        body=EmbeddingsRequest,
-        answer=OllamaEmbedding,
-        errors="ollama",
+        "POST", "/api/embeddings", embed_one, Auth.KEY, body=EmbeddingsRequest, answer=OllamaEmbedding, errors="ollama"
     ),
     _OLLAMA_LIST,
     replace(_OLLAMA_LIST, path="/api/ps", handler=ps, answer=RunningModels),
     replace(_OLLAMA_LIST, path="/api/version", handler=version, answer=OllamaVersion),
-    Route(
-        method="POST",
-        path="/api/show",
-        handler=show,
-        auth=Auth.KEY,
-        body=ShowRequest,
-        answer=OllamaShown,
-        work=False,
-        errors="ollama",
-    ),
+    Route("POST", "/api/show", show, Auth.KEY, body=ShowRequest, answer=OllamaShown, work=False, errors="ollama"),
     _OLLAMA_CHANGE,
     *(replace(_OLLAMA_CHANGE, path=f"/api/{name}") for name in ("push", "create", "copy")),
     replace(_OLLAMA_CHANGE, method="DELETE", path="/api/delete"),
@@ -257,220 +208,118 @@ ROUTES: tuple[Route, ...] = (
     # LMDeploy's names for routes with per-user quotas; here every route has them.
     *(replace(route, path=f"{route.path}_qos") for route in _GENERATING),
     Route(
-        method="POST",
-        path="/v1/responses",
-        handler=create_response,
-        auth=Auth.KEY,
-        body=ResponsesRequest,
-        answer=ResponseObject,
-        streams=True,
+        "POST", "/v1/responses", create_response, Auth.KEY, body=ResponsesRequest, answer=ResponseObject, streams=True
     ),
     Route(
-        method="POST",
-        path="/v1/responses/input_tokens",
-        handler=count_input_tokens,
-        auth=Auth.KEY,
-        body=InputTokensRequest,
-        answer=InputTokens,
+        "POST", "/v1/responses/input_tokens", count_input_tokens, Auth.KEY, body=InputTokensRequest, answer=InputTokens
     ),
     Route(
-        method="GET",
-        path="/v1/responses/{response_id}",
-        handler=show_response,
-        auth=Auth.KEY,
+        "GET",
+        "/v1/responses/{response_id}",
+        show_response,
+        Auth.KEY,
         work=False,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
         streams=True,
         answer=ResponseObject,
     ),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response, Auth.KEY, work=False, answer=DeletedResponse),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, Auth.KEY, work=False, answer=ResponseObject),
     Route(
-        method="DELETE",
-        path="/v1/responses/{response_id}",
-        handler=delete_response,
-        auth=Auth.KEY,
-        work=False,
-        answer=DeletedResponse,
-    ),
-    Route(
-        method="POST",
-        path="/v1/responses/{response_id}/cancel",
-        handler=cancel_response,
-        auth=Auth.KEY,
-        work=False,
-        answer=ResponseObject,
-    ),
-    Route(
-        method="GET",
-        path="/v1/responses/{response_id}/input_items",
-        handler=list_input_items,
-        auth=Auth.KEY,
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        list_input_items,
+        Auth.KEY,
         work=False,
         query=LISTING,
         answer=InputItems,
     ),
     Route(
-        method="POST",
-        path="/v1/messages",
-        handler=create_message,
-        auth=Auth.KEY,
+        "POST",
+        "/v1/messages",
+        create_message,
+        Auth.KEY,
         body=MessagesRequest,
         answer=MessageObject,
         streams=True,
         errors="anthropic",
     ),
     Route(
-        method="POST",
-        path="/v1/messages/count_tokens",
-        handler=count_tokens,
-        auth=Auth.KEY,
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        Auth.KEY,
         body=CountTokensRequest,
         answer=TokenCount,
         errors="anthropic",
     ),
     *_OLLAMA,
+    Route("POST", "/v1/embeddings", embeddings, Auth.KEY, body=EmbeddingRequest, answer=EmbeddingResponse),
+    Route("POST", "/generate", generate, Auth.KEY, body=GenerateRequest, answer=GenerateResponse, streams=True),
     Route(
-        method="POST",
-        path="/v1/embeddings",
-        handler=embeddings,
-        auth=Auth.KEY,
-        body=EmbeddingRequest,
-        answer=EmbeddingResponse,
+        "POST", "/invocations", invocations, Auth.KEY, body=Invocation, content_type="application/json", streams=True
     ),
-    Route(
-        method="POST",
-        path="/generate",
-        handler=generate,
-        auth=Auth.KEY,
-        body=GenerateRequest,
-        answer=GenerateResponse,
-        streams=True,
-    ),
-    Route(
-        method="POST",
-        path="/invocations",
-        handler=invocations,
-        auth=Auth.KEY,
-        body=Invocation,
-        content_type="application/json",
-        streams=True,
-    ),
-    Route(
-        method="POST",
-        path="/abort_request",
-        handler=abort_request,
-        auth=Auth.KEY,
-        body=AbortRequest,
-        content_type="text/plain",
-        work=False,
-    ),
-    Route(
-        method="POST", path="/tokenize", handler=tokenize, auth=Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse
-    ),
+    Route("POST", "/abort_request", abort_request, Auth.KEY, body=AbortRequest, content_type="text/plain", work=False),
+    Route("POST", "/tokenize", tokenize, Auth.KEY, body=TokenizeRequest, answer=TokenizeResponse),
     _SCORE,
     replace(_SCORE, path="/score"),
     _RERANK,
     # vLLM's other name for it, and Cohere's.
     replace(_RERANK, path="/rerank"),
     replace(_RERANK, path="/v2/rerank"),
-    Route(
-        method="POST",
-        path="/classify",
-        handler=classify,
-        auth=Auth.KEY,
-        body=ClassifyRequest,
-        answer=ClassifyResponse,
-    ),
-    Route(method="POST", path="/pooling", handler=pooling, auth=Auth.KEY, body=PoolingRequest, answer=PoolingResponse),
-    Route(
-        method="POST",
-        path="/detokenize",
-        handler=detokenize,
-        auth=Auth.KEY,
-        body=DetokenizeRequest,
-        answer=DetokenizeResponse,
-    ),
-    Route(
-        method="POST", path="/v1/encode", handler=encode_texts, auth=Auth.KEY, body=EncodeRequest, answer=EncodeResponse
-    ),
-    Route(
-        method="POST",
-        path="/get_ppl",
-        handler=get_ppl,
-        auth=Auth.KEY,
-        body=PerplexityRequest,
-        answer=PerplexityResponse,
-    ),
-    Route(method="GET", path="/v1/models", handler=list_models, auth=Auth.KEY, work=False, answer=ModelList),
+    Route("POST", "/classify", classify, Auth.KEY, body=ClassifyRequest, answer=ClassifyResponse),
+    Route("POST", "/pooling", pooling, Auth.KEY, body=PoolingRequest, answer=PoolingResponse),
+    Route("POST", "/detokenize", detokenize, Auth.KEY, body=DetokenizeRequest, answer=DetokenizeResponse),
+    Route("POST", "/v1/encode", encode_texts, Auth.KEY, body=EncodeRequest, answer=EncodeResponse),
+    Route("POST", "/get_ppl", get_ppl, Auth.KEY, body=PerplexityRequest, answer=PerplexityResponse),
+    Route("GET", "/v1/models", list_models, Auth.KEY, work=False, answer=ModelList),
     # LMDeploy's path, which needs no header.
     Route(
-        method="GET",
-        path="/anthropic/v1/models",
-        handler=list_models_anthropic,
-        auth=Auth.KEY,
+        "GET",
+        "/anthropic/v1/models",
+        list_models_anthropic,
+        Auth.KEY,
         work=False,
         answer=ModelInfoList,
         errors="anthropic",
     ),
     # A hub id contains a slash.
-    Route(
-        method="GET",
-        path="/v1/models/{id:.+}",
-        handler=show_model,
-        auth=Auth.KEY,
-        work=False,
-        answer=Model,
-    ),
-    Route(
-        method="POST",
-        path="/sleep",
-        handler=sleep,
-        auth=Auth.ADMIN,
-        query={"level": LEVEL},
-        answer=Sleeping,
-        work=False,
-    ),
+    Route("GET", "/v1/models/{id:.+}", show_model, Auth.KEY, work=False, answer=Model),
+    Route("POST", "/sleep", sleep, Auth.ADMIN, query={"level": LEVEL}, answer=Sleeping, work=False),
     _WAKE_UP,
     # vLLM's spelling.
     replace(_WAKE_UP, path="/wake_up"),
-    Route(method="POST", path="/pause", handler=pause, auth=Auth.ADMIN, query=PAUSE, answer=Pausing, work=False),
-    Route(method="POST", path="/resume", handler=resume, auth=Auth.ADMIN, answer=Pausing, work=False),
-    Route(
-        method="POST",
-        path="/reset_prefix_cache",
-        handler=reset_prefix_cache,
-        auth=Auth.ADMIN,
-        query=RESET,
-        answer=Reset,
-        work=False,
-    ),
+    Route("POST", "/pause", pause, Auth.ADMIN, query=PAUSE, answer=Pausing, work=False),
+    Route("POST", "/resume", resume, Auth.ADMIN, answer=Pausing, work=False),
+    Route("POST", "/reset_prefix_cache", reset_prefix_cache, Auth.ADMIN, query=RESET, answer=Reset, work=False),
     # SGLang's name, with both methods.
     _FLUSH,
     replace(_FLUSH, method="GET"),
     Route(
-        method="POST",
-        path="/v1/load_lora_adapter",
-        handler=load_adapter,
-        auth=Auth.ADMIN,
+        "POST",
+        "/v1/load_lora_adapter",
+        load_adapter,
+        Auth.ADMIN,
         body=LoadAdapterRequest,
         content_type="text/plain",
         work=False,
         only_with="adapters_folder",
     ),
     Route(
-        method="POST",
-        path="/v1/unload_lora_adapter",
-        handler=unload_adapter,
-        auth=Auth.ADMIN,
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        Auth.ADMIN,
         body=UnloadAdapterRequest,
         content_type="text/plain",
         work=False,
         only_with="adapters_folder",
     ),
     Route(
-        method="POST",
-        path="/load_lora_adapter",
-        handler=load_adapter_sglang,
-        auth=Auth.ADMIN,
+        "POST",
+        "/load_lora_adapter",
+        load_adapter_sglang,
+        Auth.ADMIN,
         body=LoadLoRAAdapterReqInput,
         answer=LoadedAdapters,
         also=(400,),
@@ -478,69 +327,47 @@ ROUTES: tuple[Route, ...] = (
         only_with="adapters_folder",
     ),
     Route(
-        method="POST",
-        path="/unload_lora_adapter",
-        handler=unload_adapter_sglang,
-        auth=Auth.ADMIN,
+        "POST",
+        "/unload_lora_adapter",
+        unload_adapter_sglang,
+        Auth.ADMIN,
         body=UnloadLoRAAdapterReqInput,
         answer=LoadedAdapters,
         also=(400,),
         work=False,
         only_with="adapters_folder",
     ),
-    Route(method="GET", path="/is_sleeping", handler=is_sleeping, auth=Auth.KEY, answer=Sleeping, work=False),
-    Route(method="GET", path="/is_paused", handler=is_paused, auth=Auth.KEY, answer=Paused, work=False),
+    Route("GET", "/is_sleeping", is_sleeping, Auth.KEY, answer=Sleeping, work=False),
+    Route("GET", "/is_paused", is_paused, Auth.KEY, answer=Paused, work=False),
     _SERVER_INFO,
     _MODEL_INFO,
     # SGLang's older names.
     replace(_SERVER_INFO, path="/get_server_info"),
     replace(_MODEL_INFO, path="/get_model_info"),
     Route(
-        method="GET",
-        path="/terminate",
-        handler=terminate,
-        auth=Auth.KEY,
-        answer=Terminating,
-        work=False,
-        only_with="allow_terminate_by_client",
+        "GET", "/terminate", terminate, Auth.KEY, answer=Terminating, work=False, only_with="allow_terminate_by_client"
     ),
     # vLLM's route, next to Ollama's /api/version.
-    Route(method="GET", path="/version", handler=version, auth=Auth.KEY, answer=OllamaVersion, work=False),
-    Route(method="GET", path="/load", handler=load, auth=Auth.KEY, answer=Load, work=False),
-    Route(
-        method="GET",
-        path="/metrics",
-        handler=metrics,
-        auth=Auth.KEY,
-        content_type="text/plain",
-        work=False,
-        switch="disable_metrics",
-    ),
+    Route("GET", "/version", version, Auth.KEY, answer=OllamaVersion, work=False),
+    Route("GET", "/load", load, Auth.KEY, answer=Load, work=False),
+    Route("GET", "/metrics", metrics, Auth.KEY, content_type="text/plain", work=False, switch="disable_metrics"),
     _HEALTH,
     # SGLang's name.
     replace(_HEALTH, path="/health_generate"),
     # SageMaker's name, with both methods, as in vLLM.
     replace(_HEALTH, path="/ping"),
     replace(_HEALTH, path="/ping", method="POST"),
-    Route(method="GET", path="/health/live", handler=live, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
-    Route(method="GET", path="/health/ready", handler=ready, auth=Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route("GET", "/health/live", live, Auth.PUBLIC, answer=Health, also=(503,), work=False),
+    Route("GET", "/health/ready", ready, Auth.PUBLIC, answer=Health, also=(503,), work=False),
     # The page shows the model and the server's limits.
     Route(
-        method="GET",
-        path="/openapi.json",
-        handler=openapi_json,
-        auth=Auth.KEY,
+        "GET",
+        "/openapi.json",
+        openapi_json,
+        Auth.KEY,
         content_type="application/json",
         work=False,
         switch="disable_docs",
     ),
-    Route(
-        method="GET",
-        path="/",
-        handler=docs,
-        auth=Auth.PUBLIC,
-        content_type="text/html",
-        work=False,
-        switch="disable_docs",
-    ),
+    Route("GET", "/", docs, Auth.PUBLIC, content_type="text/html", work=False, switch="disable_docs"),
 )

@@ -68,7 +68,7 @@ async def test_a_client_that_left_when_the_answer_was_ready(logged: Any) -> None
         request.transport.close()
         return web.Response(text="nobody reads this")
 
-    route = Route(method="GET", path="/leave", handler=leave, auth=Auth.PUBLIC)
+    route = Route("GET", "/leave", leave, Auth.PUBLIC)
     engine = FakeEngine()
     async with engine:
         app = build_app(open_service(engine, ServerConfig(generation_config="none")), [route])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +17,7 @@ __all__ = ["Handler", "Route", "Slashes", "without_slashes"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Route:
     """One route. The docstring of its handler is its description."""
 
@@ -25,6 +25,7 @@ class Route:
     path: str
     handler: Handler
     auth: Auth
+    _: KW_ONLY
     body: type[Any] | None = None
     """The Struct of the request's JSON; None: no body."""
     answer: type[Any] | None = None
