@@ -80,11 +80,6 @@ class PrefixCache:
     def num_idle(self) -> int:
         return len(self._idle) + len(self._idle_pinned)
 
-    @property
-    def num_cached(self) -> int:
-        """Number of blocks with a key, idle or held."""
-        return len(self._key_of)
-
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of these keys, up to the first key that has none."""
         blocks = []
