@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from asyncllm.models.config import alibi_slopes
+from tests import ling_layers
 from tests.layout import Fields, Layout, Tensors
 
 __all__ = ["PUBLISHED"]
@@ -103,6 +104,30 @@ PUBLISHED: dict[str, Layout] = {
         oracle=lambda tensors: {
             name: torch.zeros_like(tensor) if name.endswith("correction_bias") else tensor
             for name, tensor in tensors.items()
+        },
+    ),
+    "bailing_moe_v2_5": Layout(
+        "bailing_moe_v2_5",
+        "bailing_moe_v2_5",
+        "llama",
+        "BailingMoeV2_5ForCausalLM",
+        native=ling_layers.NATIVE,
+        rope=lambda fields: {"rope_theta": fields["rope_theta"]},
+        patch=ling_layers.take_layers,
+        rename=ling_layers.rename,
+    ),
+    "bailing_moe_v2_5_plain": Layout(
+        "bailing_moe_v2_5",
+        "bailing_hybrid",
+        "llama",
+        "BailingMoeV2_5ForCausalLM",
+        extra={"linear_silu": False, "group_norm_size": 1, "num_nextn_predict_layers": 1, "num_key_value_heads": 1},
+        native=ling_layers.NATIVE,
+        rope=lambda fields: {"rope_theta": fields["rope_theta"]},
+        patch=ling_layers.take_layers,
+        rename=lambda tensors, fields: {
+            **ling_layers.rename(tensors, fields),
+            "model.layers.4.eh_proj.weight": torch.ones(96, 192),
         },
     ),
     "bailing_hybrid_published": Layout(

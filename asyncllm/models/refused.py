@@ -10,7 +10,6 @@ __all__ = ["REFUSED_MODELS", "REFUSED_TEXT_MODELS"]
 
 _INDEX = "its kind of index of the tokens that each query attends to is not implemented"
 _DIFFUSION = "it generates blocks of tokens by diffusion"
-_LIGHTNING = "its linear attention with fixed decay is not implemented"
 _STREAMS = "parallel residual streams are not implemented"
 _DRAFTER = Refused("drafters of Gemma 4", "it only drafts tokens for another model", "Gemma4ForCausalLM")
 _ENCODER = Refused("encoders", "its tokens also attend to later ones", "Qwen3ForCausalLM")
@@ -222,7 +221,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "MossForCausalLM": Refused("MOSS 16B", NO_REFERENCE, "CodeGenForCausalLM"),
     "DiffusionGemmaForBlockDiffusion": Refused("Diffusion Gemma", _DIFFUSION, "Gemma4ForCausalLM"),
     "CodeShellForCausalLM": Refused("CodeShell 7B", NO_REFERENCE, "GPTBigCodeForCausalLM"),
-    "BailingMoeV2_5ForCausalLM": Refused("Ling and Ring 2.5, as vLLM names them", _LIGHTNING, "Qwen3NextForCausalLM"),
     "Apertus1p5TextForCausalLM": Refused(
         "Apertus 1.5, text", "fewer logits than there are tokens are not implemented", "ApertusForCausalLM"
     ),

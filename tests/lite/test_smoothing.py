@@ -86,6 +86,7 @@ FAMILIES = {
 
 KINDS_OF_LAYERS = {
     "deepseek_v32": 18,  # an index, which reads the norm and the bottleneck of queries; an MLP, then experts
+    "bailing_moe_v2_5": 40,  # lightning attention, and latent attention
     "bailing_hybrid": 40,  # delta nets, and latent attention with gates of heads, which read the norm too
     "recurrent_gemma": 13,  # recurrences behind convolutions
     "step3p5": 14,  # gated heads, experts with a shared MLP, and limits of what gates multiply

@@ -184,3 +184,19 @@ def test_entries_of_step_by_layer(tmp_path: Path) -> None:
     for changes in ({"rope_theta": [1.0]}, {"moe_layers_enum": "1,x"}, {"swiglu_limits": [7.0]}):
         with pytest.raises(InvalidCheckpoint, match=next(iter(changes))):
             read(tmp_path, changes, base)
+
+
+def test_layers_of_ling_2_5(tmp_path: Path) -> None:
+    """The last of each group has latent attention, and so have those behind the last whole group; heads are rotated
+    alike in both kinds of layers."""
+    base = {**tiny("BailingMoeV2_5ForCausalLM"), "num_hidden_layers": 7, "layer_group_size": 3}
+    assert read(tmp_path, {}, base).attention_layers == {2, 5, 6}  # type: ignore[attr-defined]
+    assert (
+        read(tmp_path, {"linear_rope": False, "partial_rotary_factor": 0.25}, base).rope
+        == read(tmp_path, {}, base).rope
+    )
+    for changes in ({"partial_rotary_factor": 0.25}, {"use_qkv_bias": True}, {"score_function": "softmax"}):
+        with pytest.raises(UnsupportedModel, match="qk_rope_head_dim = 8|" + next(iter(changes))):
+            read(tmp_path, changes, base)
+    with pytest.raises(InvalidCheckpoint, match="group_norm_size = 5, which does not divide 6 heads of 16"):
+        read(tmp_path, {"group_norm_size": 5}, base)
