@@ -11,9 +11,9 @@ from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.errors import InvalidMessage, UnsupportedFeature
 from asyncllm.pipeline import Pipeline
 from asyncllm.testing.byte_tokenizer import ByteTokenizer
-from asyncllm.testing.fake_device import script_oracle
 from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.testing.fault_plan import FaultPlan
+from asyncllm.testing.oracles import script_oracle
 from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["Answers", "FakeEngine", "FakePipeline", "FakeTemplate", "fake_parts"]

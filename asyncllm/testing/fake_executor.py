@@ -14,7 +14,8 @@ from asyncllm.agent.executor import Agent, LostSteps, compute
 from asyncllm.agent.step_thread import set_exception, set_result
 from asyncllm.errors import AsyncLLMError, EngineClosed
 from asyncllm.protocol import Batch, Command, Limits, LoadAdapter, StepDropped, StepFailed, StepOutput
-from asyncllm.testing.fake_device import FakeDevice, Oracle
+from asyncllm.testing.fake_device import FakeDevice
+from asyncllm.testing.oracles import Oracle
 
 __all__ = ["FakeExecutor"]
 
