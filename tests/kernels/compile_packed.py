@@ -44,7 +44,8 @@ def experts_case(block: int) -> Case:
     tile = packed_experts.TILES[block]
     constexprs = {
         "N": 1536, "K": 2048, "BITS": 4, "GROUP": 128, "ORDERED": False, "ASSIGNMENTS_PER_X": 8, "SWIGLU": True,
-        "UNGROUPED": block == 16, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows, "BLOCKS_PER_GROUP": 16, "USE_PDL": True,
+        "UNGROUPED": block == 16, "ROUNDED": tile.tokens >= packed_experts.LEAST_ROUNDED, "BLOCK_M": tile.tokens,
+        "BLOCK_N": tile.rows, "BLOCKS_PER_GROUP": 16, "USE_PDL": True,
     }  # fmt: skip
     signature = {
         **{"x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*fp16", "zeros_ptr": "*u8", "order_ptr": "*i64"},

@@ -36,6 +36,8 @@ __all__ = [
     "linear_packed",
     "linear_packed_silu_mul",
     "multiply",
+    "scaled_codes",
+    "shifted_codes",
     "shifted_words",
 ]
 
@@ -144,7 +146,7 @@ def shifted_words(words, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def shifted_codes(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """Return value INDEX of each word of words int16 [R, 32] minus the zero point, zeros float32 [R], exact in
     `dtype`."""
     if INTERPRET or BITS == 8:
@@ -172,7 +174,7 @@ def _plane(words, zeros, INDEX: tl.constexpr, BITS: tl.constexpr, dtype: tl.cons
 
 
 @triton.jit
-def _rounded(values, scales, dtype: tl.constexpr):
+def scaled_codes(values, scales, dtype: tl.constexpr):
     """Return values [R, 32] of `dtype` times scales [R], rounded once."""
     if not INTERPRET and dtype == tl.bfloat16 and scales.dtype == tl.float16:
         # As in `hopper_packed.rounding_factors`, the scale is the sum of two numbers, and only the last sum is rounded.
@@ -259,7 +261,7 @@ def packed_kernel(
                 next_scales = tl.load(scales_ptr + coming * N + read)
                 next_zeros = tl.load(zeros_ptr + coming * N + read)
             if ROUNDED:
-                acc = dot(_rounded(_plane(words, zeros, index, BITS, dtype), scales, dtype), x, acc)
+                acc = dot(scaled_codes(shifted_codes(words, zeros, index, BITS, dtype), scales, dtype), x, acc)
             else:
                 total = dot(codes_of(words, index, BITS, dtype), x, total)
                 x_sum = dot(ones, x, x_sum)
