@@ -68,8 +68,9 @@ def placed_embeddings(
 
 
 def _placed(position: int, values: NDArray[np.float32]) -> PromptImage:
-    digest = hashlib.sha256(b"embeddings" + values.shape[1].to_bytes(4, "little") + values.tobytes()).digest()
-    return PromptImage(position=position, length=len(values), digest=digest, pixels=values, given=True)
+    digest = hashlib.sha256(b"embeddings" + values.shape[1].to_bytes(4, "little"))
+    digest.update(values.data)
+    return PromptImage(position=position, length=len(values), digest=digest.digest(), pixels=values, given=True)
 
 
 def _list_of(given: Any, name: str) -> Sequence[Any]:

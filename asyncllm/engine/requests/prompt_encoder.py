@@ -36,7 +36,7 @@ INLINE_SIZE = 4096
 IDS_PER_CHARACTER = 16
 """Token ids that take as long to check as a character takes to encode."""
 
-VALUES_PER_CHARACTER = 64
+VALUES_PER_CHARACTER = 16
 """Numbers of embeddings that take as long to copy, check and hash as a character takes to encode."""
 
 PART_SIZE = 64
