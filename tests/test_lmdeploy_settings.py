@@ -114,7 +114,8 @@ def test_commands_that_are_refused(command: str, says: str, capsys: pytest.Captu
 
 
 def test_commands_of_lmdeploys(capsys: pytest.CaptureFixture[str]) -> None:
-    neutral = [f"--{name.replace('_', '-')}" for name in ("trust_remote_code", "thread_safe", "enable_metrics")]
+    flags = ("trust_remote_code", "thread_safe", "enable_metrics", "enable_abort_handling")
+    neutral = [f"--{name.replace('_', '-')}" for name in flags]
     neutral += ["--dp", "1", "--async", "1", "--communicator", "nccl", "--max-log-len", "10"]
     aliases = ["--device", "cpu", "--cap", "completion", "--backend", "turbomind", "--max-new-tokens", "2"]
     assert (

@@ -109,7 +109,7 @@ COMMANDS: Mapping[str, Unsupported] = {
         (),
         "Speculative decoding is not implemented.",
     ),
-    **_each("enable_abort_handling", (False,), "Close the connection to abort an answer."),
+    **_each("enable_abort_handling", (False, True), "The server always has /abort_request."),
 }
 """Options of `lmdeploy chat` and `lmdeploy serve api_server`."""
 
