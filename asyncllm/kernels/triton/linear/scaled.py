@@ -34,6 +34,7 @@ __all__ = [
     "TILES",
     "Config",
     "HopperConfig",
+    "added_products",
     "choose",
     "linear_rounded",
     "linear_rounded_silu_mul",
@@ -177,18 +178,24 @@ def _table(device: torch.device, dtype: torch.dtype) -> Table:
 
 
 @triton.jit
-def products(w, x, acc, INTEGER: tl.constexpr):
-    """Return acc + w @ x in float32, or in int32 for integers."""
-    if INTEGER:
-        if INTERPRET:
-            return acc + tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
+def products(w, x, INTEGER: tl.constexpr):
+    """Return w @ x in float32, or in int32 for integers."""
+    if INTERPRET:
+        if INTEGER:
+            return tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
         else:
-            return tl.dot(w, x, acc, out_dtype=tl.int32)
+            return tl.dot(e4m3_value(w), e4m3_value(x), input_precision="ieee")
     else:
-        if INTERPRET:
-            return acc + tl.dot(e4m3_value(w), e4m3_value(x), input_precision="ieee")
-        else:
-            return acc + tl.dot(w, x)
+        return tl.dot(w, x, out_dtype=tl.int32 if INTEGER else tl.float32)
+
+
+@triton.jit
+def added_products(w, x, acc, INTEGER: tl.constexpr):
+    """Return acc + w @ x, as `products`. Tensor cores add up fp8 with fewer bits, so they get no sums of others."""
+    if INTEGER and not INTERPRET:
+        return tl.dot(w, x, acc, out_dtype=tl.int32)
+    else:
+        return acc + products(w, x, INTEGER)
 
 
 @triton.jit
@@ -264,13 +271,12 @@ def scaled_kernel(
             w = tl.load(w_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
             x = tl.load(x_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
         if GROUPS > 1:
-            none = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER else tl.float32)
             scales = tl.load(scales_ptr + step * N + read)
-            acc += products(w, tl.trans(x), none, INTEGER).to(tl.float32) * (
+            acc += products(w, tl.trans(x), INTEGER).to(tl.float32) * (
                 scales[:, None] * tl.load(x_scales_ptr + token * GROUPS + step)[None, :]
             )
         else:
-            acc = products(w, tl.trans(x), acc, INTEGER)
+            acc = added_products(w, tl.trans(x), acc, INTEGER)
     total = acc.to(tl.float32)
     if GROUPS == 1:
         total *= tl.load(scales_ptr + read)[:, None] * tl.load(x_scales_ptr + token)[None, :]

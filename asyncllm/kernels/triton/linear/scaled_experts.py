@@ -11,15 +11,18 @@ from asyncllm.kernels.scaled import GROUP, RoundedRows, ScaledWeight
 from asyncllm.kernels.triton.expert_blocks import Blocks, group
 from asyncllm.kernels.triton.language import release_consumers, round_to, wait_for_producers
 from asyncllm.kernels.triton.launch import launch
-from asyncllm.kernels.triton.linear.scaled import operand, products
+from asyncllm.kernels.triton.linear.scaled import added_products, operand, products
 from asyncllm.kernels.triton.linear.tiles import Tile
 from asyncllm.kernels.triton.moe import add_up, tokens_per_block
 from asyncllm.kernels.triton.rounded import gate_rounded, round_rows
 
 __all__ = ["TILES", "multiply", "scaled_experts"]
 
-TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 128, 8, 4)}
-"""By tokens per block, as in `linear.scaled`. Not timed here."""
+TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(128, 128, 8, 4)}
+"""By tokens per block. A layer of Qwen3-30B-A3B's experts in fp8 with scales of groups takes 23, 156, 225, 247, 355 and
+1,541 us for 1, 16, 64, 256, 1,024 and 8,192 tokens on an H100. The last two are 436 and 2,035 with 8 warps, and 374 and
+1,500 in blocks of 128 with tiles of 64 rows. Tiles of 128 rows in blocks of 16 and 32 are as fast. That of 128 tokens,
+for single scales, is not timed."""
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
@@ -57,6 +60,10 @@ def scaled_experts_kernel(
     scales_ptr += expert * (GROUPS * N)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER and GROUPS == 1 else tl.float32)
+    if GROUPS > 1:
+        # Triton copies ahead what is multiplied only.
+        next_scales = tl.load(scales_ptr + read)
+        next_x_scales = tl.load(x_scales_ptr + x_row * GROUPS)
     for step in range(0, (K + BLOCK_K - 1) // BLOCK_K):
         first = step * BLOCK_K
         if EVEN_K:
@@ -66,13 +73,13 @@ def scaled_experts_kernel(
             w = tl.load(w_ptrs + first, mask=(first + lane < K)[None, :], other=0.0)
             x = tl.load(x_ptrs + first, mask=filled[:, None] & (first + lane < K)[None, :], other=0.0)
         if GROUPS > 1:
-            none = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if INTEGER else tl.float32)
-            scales = tl.load(scales_ptr + step * N + read)
-            acc += products(w, tl.trans(x), none, INTEGER).to(tl.float32) * (
-                scales[:, None] * tl.load(x_scales_ptr + x_row * GROUPS + step)[None, :]
-            )
+            factors = next_scales[:, None] * next_x_scales[None, :]
+            coming = tl.minimum(step + 1, GROUPS - 1)
+            next_scales = tl.load(scales_ptr + coming * N + read)
+            next_x_scales = tl.load(x_scales_ptr + x_row * GROUPS + coming)
+            acc += products(w, tl.trans(x), INTEGER).to(tl.float32) * factors
         else:
-            acc = products(w, tl.trans(x), acc, INTEGER)
+            acc = added_products(w, tl.trans(x), acc, INTEGER)
     total = acc.to(tl.float32)
     if GROUPS == 1:
         total *= tl.load(scales_ptr + read)[:, None] * tl.load(x_scales_ptr + x_row)[None, :]
