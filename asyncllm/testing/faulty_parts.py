@@ -114,8 +114,8 @@ class FaultyScheduler(Scheduler):
         super().finish(sequence, reason)
         self._admitted.pop(sequence, None)
 
-    def let_go(self) -> None:
-        super().let_go()
+    def clear(self) -> None:
+        super().clear()
         self._admitted.clear()
 
 

@@ -331,7 +331,7 @@ class EngineLoop:
             self._open.end_all(lambda: self._end_error("request"))
             self._inbox.clear()
             await self._steps.end(wait=self._fatal is None)
-            self.scheduler.let_go()
+            self.scheduler.clear()
             self.host_adapters.end(self._end_error("call"))
             await self._control.end(self._end_error("call"), wait=self._fatal is None)
 

@@ -192,7 +192,7 @@ class OpenRequests:
         if self._observers:
             self._observe(request, failed=error is not None)
         request.delivery.end(error)
-        request.let_go()
+        request.drop_sequences()
 
     def _observe(self, request: Request, *, failed: bool) -> None:
         record = request.record("error" if failed else "abort")

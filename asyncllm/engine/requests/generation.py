@@ -70,7 +70,7 @@ class Generation(Coroutine[Any, Any, Response]):
                     if self._delivery.abandoned:
                         # Closed by another task while the prompt was being encoded.
                         self._delivery.end()
-                        request.let_go()
+                        request.drop_sequences()
                         return
                     request.times.arrived = arrived
                     self._loop.open(request)
@@ -80,7 +80,7 @@ class Generation(Coroutine[Any, Any, Response]):
             self._delivery.abandoned = True
             self._delivery.end(unraised(error, cause=False) if isinstance(error, Exception) else None)
             if request is not None:
-                request.let_go()
+                request.drop_sequences()
             raise
         self._request = request
 

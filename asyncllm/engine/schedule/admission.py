@@ -188,10 +188,10 @@ class Admission:
             return False
         return self._missing_blocks(self._plan(sequence)) <= self.blocks.num_fenced
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Forget all sequences. The engine has ended."""
         self._without_slot = None
-        self.waiting.let_go()
+        self.waiting.clear()
 
     def _next(self) -> Sequence | None:
         """Return the sequence to admit next. If there is no slot for the first one's adapter, others of the same

@@ -572,9 +572,9 @@ class Scheduler:
         self.host.forget()
         self.blocks.clear()
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Forget all sequences. The engine has ended."""
         for kept in (self._running, self._prefilling, self.admitted, self.prefilled, self.host.swapped):
             kept.clear()
         self._in_flight.clear()
-        self.admission.let_go()
+        self.admission.clear()

@@ -156,7 +156,7 @@ class Request:
         self.pooled: Items[float] | None = None
         """Sum of the hidden states selected by `pooling`. Written by the scheduler, chunk by chunk."""
 
-    def let_go(self) -> None:
+    def drop_sequences(self) -> None:
         """Drop the sequences, which refer back to the request, when it has ended or was refused. Without this reference
         cycle it is freed at once."""
         self.sequences = []

@@ -210,7 +210,7 @@ class WaitingQueue:
         if self.quality is not None and user is not None:
             self.quality.sequence_left(user)
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Forget all sequences: the engine has ended."""
         self._waiting.clear()
         self._lanes.clear()
