@@ -172,9 +172,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     ),
     "JAISLMHeadModel": Refused("Jais 13B, 30B", NO_REFERENCE, "Jais2ForCausalLM"),
     "JetMoeForCausalLM": Refused("JetMoE 8B", "experts in attention are not implemented", "MixtralForCausalLM"),
-    "Kolibri1ForCausalLM": Refused(
-        "Kolibri 1", "its choice of experts by corrected logits is not implemented", "ExaoneMoeForCausalLM"
-    ),
     "MiniMaxM3VLForCausalLM": Refused("MiniMax-M3, text", _INDEX, "MiniMaxM2ForCausalLM"),
     "MixFormerSequentialForCausalLM": Refused(
         "the first files of Phi-1, Phi-1.5 and Phi-2", "its tensor names are not supported", "PhiForCausalLM"

@@ -69,7 +69,10 @@ def fields_of(family: str) -> dict[str, Any]:
     return fields
 
 
-STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config")
+STATES = (
+    *("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config"),
+    *("layer_group_size", "linear_attn_alpha_factor", "lru_width"),
+)
 
 
 def is_recurrent(family: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from asyncllm.layers.block import Block, ParallelBlock, PostNormBlock
 from asyncllm.layers.clipped_mlp import ClippedMLP
 from asyncllm.layers.layer_norm import LayerNorm
+from asyncllm.layers.logit_corrected_moe import LogitCorrectedMoE
 from asyncllm.layers.moe import MoE
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding
@@ -225,7 +226,8 @@ def experts(model: DecoderLM) -> Iterator[Mechanism]:
     elif not isinstance(model.layers[0], PostNormBlock):
         # A norm right behind the experts takes away what multiplies them all.
         yield "weights that add up, or do not", routed_by(renormalize=not routing.renormalize)
-    yield "other scores", routed_by(scores="softmax" if routing.scores == "sigmoid" else "sigmoid")
+    if not isinstance(one, LogitCorrectedMoE):
+        yield "other scores", routed_by(scores="softmax" if routing.scores == "sigmoid" else "sigmoid")
     if one.scaled_inputs:
         yield "weights of what experts give", with_experts(scaled_inputs=False)
     yield "fewer experts", routed_by(top_k=routing.top_k - 1)

@@ -107,7 +107,7 @@ IN_MEMORY = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie_moe", "exaone_moe", "flex_olmo", "flint"),
     *("gpt_neox", "lfm3"),
     *("glm4_moe", "granite_hybrid", "granite_moe", "hunyuan_moe", "hy_v3", "jamba", "kimi_linear", "laguna"),
-    *("axk1", "bailing_hybrid", "mimo_v2_flash", "minimax"),
+    *("kolibri1", "axk1", "bailing_hybrid", "mimo_v2_flash", "minimax"),
     *("lfm2_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
 )
 
