@@ -174,6 +174,24 @@ TOOL: Schema = {
 }
 """A callable function. No two may have the same name, which a schema cannot express."""
 
+CUSTOM_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "custom"},
+        "custom": {
+            "type": "object",
+            "properties": {
+                "name": TOOL["properties"]["function"]["properties"]["name"],
+                "description": {"type": "string"},
+                "format": {"const": {"type": "text"}},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "custom"],
+}
+"""A tool that is called with a text. Regular expressions, which its format may have too, are not all accepted."""
+
 MESSAGE: Schema = {
     "anyOf": [
         _message(["user"], 1),
@@ -389,7 +407,9 @@ def _bound(name: str, field: Schema, hint: Any, service: Service, kind: type[msg
         plain: Schema = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
         field["anyOf"] = [*([plain] if name == "response_format" else []), {"type": "null"}]
     elif name == "tools":
-        _alternative(field, "array").update(items=TOOL if issubclass(kind, OpenAIFields) else {"type": "object"})
+        _alternative(field, "array").update(
+            items={"anyOf": [TOOL, CUSTOM_TOOL]} if issubclass(kind, OpenAIFields) else {"type": "object"}
+        )
         if not any(template.reads_tools for template in _templates(service)):
             _alternative(field, "array")["maxItems"] = 0
     elif name == "tool_choice" and str in get_args(hint):

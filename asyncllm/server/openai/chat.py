@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import groupby
 
 from aiohttp import web
@@ -12,7 +12,15 @@ from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.responses import built_response, encode, encoded_alone
 from asyncllm.server.openai.answers import AnswerIdentity, Tail, UsageCount, chat_logprobs, prompt_logprobs_of, size_of
 from asyncllm.server.openai.requests import ChatRequest
-from asyncllm.server.openai.responses import CalledFunction, ChatChoice, ChatResponse, MessageToolCall, ResponseMessage
+from asyncllm.server.openai.responses import (
+    CalledCustomTool,
+    CalledFunction,
+    ChatChoice,
+    ChatResponse,
+    MessageCustomToolCall,
+    MessageToolCall,
+    ResponseMessage,
+)
 from asyncllm.server.request.arguments import (
     budget_options,
     chat_config,
@@ -22,12 +30,13 @@ from asyncllm.server.request.arguments import (
     template_options,
     tool_options,
 )
+from asyncllm.server.request.custom_tools import InputText, custom_names_among, input_of
 from asyncllm.server.request.decode import read_request
 from asyncllm.server.request.history import normalised
 from asyncllm.server.service import Service, service_of
 from asyncllm.server.sse import stream
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Chunk, Message, Response
+from asyncllm.types import Chunk, Message, Response, ToolCallPiece
 
 __all__ = ["chat_completions"]
 
@@ -79,9 +88,10 @@ def _whole(
 ) -> ChatResponse:
     count = UsageCount()
     count.add_response(response, 0)
+    custom_names = custom_names_among(body.tools)
     choices = []
     for index, answer in enumerate(response.choices or (response,)):
-        message = message_of(answer, thinks=body.include_reasoning is not False)
+        message = message_of(answer, custom_names, thinks=body.include_reasoning is not False)
         choice = ChatChoice(index=index, message=message, finish_reason=answer.finish_reason)
         if answer.logprobs is not None:
             choice.logprobs = chat_logprobs(
@@ -106,14 +116,17 @@ def _whole(
     return whole
 
 
-def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
-    """Return the assistant's message, with its reasoning if it `thinks`."""
+def message_of(answer: Response, custom_names: Set[str], *, thinks: bool) -> ResponseMessage:
+    """Return the assistant's message, with its reasoning if it `thinks`. `custom_names`: names of tools whose calls
+    have a text instead of arguments."""
     message = ResponseMessage(content=answer.text)
     if answer.reasoning and thinks:
         message.reasoning_content = message.reasoning = answer.reasoning
     if answer.tool_calls:
         message.tool_calls = [
-            MessageToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            MessageCustomToolCall(id=call.id, custom=CalledCustomTool(name=call.name, input=input_of(call.arguments)))
+            if call.name in custom_names
+            else MessageToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in answer.tool_calls
         ]
     if not answer.text and (answer.tool_calls or answer.reasoning):
@@ -121,26 +134,56 @@ def message_of(answer: Response, *, thinks: bool) -> ResponseMessage:
     return message
 
 
-def _deltas(chunk: Chunk, *, thinks: bool) -> Iterator[bytes]:
-    """Yield the deltas of a chunk, each of one kind. A delta of a call without an id continues the call's arguments;
-    clients join the pieces."""
+class _CallDeltas:
+    """The deltas of calls in a stream. One without an id continues its call; clients join the pieces."""
+
+    def __init__(self, custom_names: Set[str]) -> None:
+        self._custom_names = custom_names
+        self._open: dict[int, tuple[int, InputText]] = {}
+        """Choice -> index and text of its last call, if that is of a custom tool."""
+
+    def of(self, chunk: Chunk) -> Iterator[bytes]:
+        """Yield the deltas of a chunk."""
+        for (index, name), pieces in groupby(chunk.tool_calls, lambda piece: (piece.index, piece.name)):
+            group = list(pieces)
+            arguments = "".join(piece.arguments for piece in group)
+            if name is not None:
+                yield from self._rest(chunk.choice)
+                if name in self._custom_names:
+                    self._open[chunk.choice] = index, InputText()
+            opened = self._open.get(chunk.choice)
+            if opened is not None:
+                yield from self._custom(index, opened[1].read(arguments), group[0])
+            elif name is None:
+                yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode(arguments))
+            else:
+                form = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}]}'
+                yield form % (index, encode(group[0].id), encode(name), encode(arguments))
+        if chunk.finish_reason is not None:
+            yield from self._rest(chunk.choice)
+
+    def _custom(self, index: int, text: str, piece: ToolCallPiece) -> Iterator[bytes]:
+        if piece.name is not None:
+            form = b'{"tool_calls":[{"index":%d,"id":%b,"type":"custom","custom":{"name":%b,"input":%b}}]}'
+            yield form % (index, encode(piece.id), encode(piece.name), encode(text))
+        elif text:
+            yield b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]}' % (index, encode(text))
+
+    def _rest(self, choice: int) -> Iterator[bytes]:
+        """Yield what ends the open call of a choice."""
+        opened = self._open.pop(choice, None)
+        if opened is not None and (text := opened[1].rest()):
+            yield b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]}' % (opened[0], encode(text))
+
+
+def _deltas(chunk: Chunk, calls: _CallDeltas, *, thinks: bool) -> Iterator[bytes]:
+    """Yield the deltas of a chunk, each of one kind."""
     if chunk.reasoning and thinks:
         text = encode(chunk.reasoning)
         yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
     if chunk.text:
         yield b'{"content":%b}' % encode(chunk.text)
-    for (index, name), pieces in groupby(chunk.tool_calls, lambda piece: (piece.index, piece.name)):
-        group = list(pieces)
-        arguments = encode("".join(piece.arguments for piece in group))
-        if name is None:
-            yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, arguments)
-        else:
-            yield b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":%b}}]}' % (
-                index,
-                encode(group[0].id),
-                encode(name),
-                arguments,
-            )
+    yield from calls.of(chunk)
 
 
 class _ChatEvents:
@@ -157,6 +200,7 @@ class _ChatEvents:
         """Choice whose role has been sent -> the beginning of its plain events, up to the text."""
         self._splits = generation.splits
         self._thinks = body.include_reasoning is not False
+        self._calls = _CallDeltas(custom_names_among(body.tools))
         self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous or self._splits)
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
 
@@ -182,7 +226,7 @@ class _ChatEvents:
         self._count.add(chunk)
         tail = self._end()
         if self._splits:
-            deltas = list(_deltas(chunk, thinks=self._thinks))
+            deltas = list(_deltas(chunk, self._calls, thinks=self._thinks))
             if not deltas and (chunk.logprobs or self._body.return_token_ids):
                 deltas = [b"{}"]
         elif chunk.text or chunk.finish_reason is None or chunk.logprobs or self._body.return_token_ids:

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from asyncllm.server.openai.requests import Document
 
 __all__ = [
+    "CalledCustomTool",
     "CalledFunction",
     "ChatChoice",
     "ChatResponse",
@@ -23,6 +24,7 @@ __all__ = [
     "EmbeddingResponse",
     "EmbeddingUsage",
     "LabelProbabilities",
+    "MessageCustomToolCall",
     "MessageToolCall",
     "Model",
     "ModelList",
@@ -95,10 +97,19 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     """JSON text, as the model wrote it."""
 
 
-class MessageToolCall(msgspec.Struct, kw_only=True):
+class MessageToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledCustomTool(msgspec.Struct, kw_only=True):
+    name: str
+    input: str
+
+
+class MessageCustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    id: str
+    custom: CalledCustomTool
 
 
 class ResponseMessage(msgspec.Struct, kw_only=True):
@@ -110,7 +121,7 @@ class ResponseMessage(msgspec.Struct, kw_only=True):
     """The reasoning before the answer, under the name that DeepSeek, SGLang and LMDeploy use."""
     reasoning: str | UnsetType = UNSET
     """The same under vLLM's name."""
-    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    tool_calls: list[MessageToolCall | MessageCustomToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ from asyncllm.server.http.access import KEY
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.lmdeploy.requests import GenerateRequest, InteractiveRequest
 from asyncllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIFields
+from asyncllm.server.request.custom_tools import chat_choice, chat_functions
 from asyncllm.server.request.fields import ImageOptions, PolicyFields, SamplingFields, Variables
 from asyncllm.server.request.structure import response_format_of
 from asyncllm.server.service import service_of
@@ -291,9 +292,9 @@ def tool_options(body: WithTools) -> RequestKeywords:
     if body.separate_reasoning is False:
         options["separate_reasoning"] = False
     if body.tools:
-        options["tools"] = body.tools
+        options["tools"] = chat_functions(body.tools)
     if body.tool_choice is not None:
-        options["tool_choice"] = body.tool_choice
+        options["tool_choice"] = chat_choice(body.tool_choice)
     if body.parallel_tool_calls is not None:
         options["parallel_tool_calls"] = body.parallel_tool_calls
     return options

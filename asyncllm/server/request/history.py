@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncllm.server.request.custom_tools import arguments_of
 from asyncllm.server.request.decode import IGNORED
 from asyncllm.server.request.media import with_images
 from asyncllm.server.service import service_of
@@ -79,6 +80,9 @@ def _message(message: dict[str, Any]) -> Message:
         # OpenAI's older form of one call.
         del kept["function_call"]
         kept["tool_calls"] = [{"type": "function", "function": call}]
+    calls = kept.get("tool_calls")
+    if isinstance(calls, list):
+        kept["tool_calls"] = [_call(call) for call in calls]
     says_nothing = role in ("tool", "function") or (role == "assistant" and "tool_calls" not in kept)
     if says_nothing and kept.get("content") is None:
         kept["content"] = ""
@@ -89,6 +93,19 @@ def _message(message: dict[str, Any]) -> Message:
             content = [part for part in content if _thought(part) is None]
         kept["content"] = [_part(part) for part in content]
     return kept
+
+
+def _call(call: Any) -> Any:
+    """Return a call of a custom tool as one of a function, and any other call unchanged."""
+    custom = call.get("custom") if isinstance(call, dict) else None
+    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+        return call
+    kept = {key: value for key, value in call.items() if key != "custom"}
+    return {
+        **kept,
+        "type": "function",
+        "function": {"name": custom.get("name"), "arguments": arguments_of(custom["input"])},
+    }
 
 
 def _thought(part: Any) -> str | None:

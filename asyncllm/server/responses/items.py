@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncllm.server.http.errors import ApiError
-from asyncllm.server.responses.custom_tools import arguments_of
+from asyncllm.server.request.custom_tools import arguments_of
 from asyncllm.types import Message
 
 __all__ = ["messages_of"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from asyncllm.server.openai.answers import in_order
-from asyncllm.server.responses.custom_tools import InputText
+from asyncllm.server.request.custom_tools import InputText
 from asyncllm.types import Chunk, Logprobs
 
 __all__ = ["Event", "OutputItems"]

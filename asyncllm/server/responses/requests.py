@@ -10,9 +10,9 @@ from msgspec import Meta
 from asyncllm.config import MAX_LOGPROBS, FrequencyPenalty, LogitBias, PresencePenalty, RequestKeywords
 from asyncllm.config.tools import MAX_TOOLS
 from asyncllm.server.http.errors import ApiError
+from asyncllm.server.request.custom_tools import as_function, is_callable
 from asyncllm.server.request.fields import MAX_MESSAGES, Body, ImageOptions, NewTokens, SamplingFields, Variables
 from asyncllm.server.request.structure import StructuredOutputs, only_format
-from asyncllm.server.responses.custom_tools import as_function, is_callable
 
 __all__ = [
     "InputTokensRequest",

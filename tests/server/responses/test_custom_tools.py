@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine
-from asyncllm.server.responses.custom_tools import InputText, arguments_of
+from asyncllm.server.request.custom_tools import InputText, arguments_of
 from asyncllm.testing import FakeEngine
 from tests.server.responses.test_responses import WEATHER, check_order, events_of
 from tests.server.serving import serving

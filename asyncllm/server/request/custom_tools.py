@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncllm.server.http.errors import ApiError
 
-__all__ = ["InputText", "arguments_of", "as_function", "is_callable"]
+__all__ = [
+    "InputText",
+    "arguments_of",
+    "as_function",
+    "chat_choice",
+    "chat_functions",
+    "custom_names_among",
+    "input_of",
+    "is_callable",
+]
 
 INPUT = "input"
 """Name of the parameter."""
@@ -33,9 +42,38 @@ def _schema_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if form.get("type") == "text":
         return {"type": "string"}
-    if (form.get("type"), form.get("syntax")) == ("grammar", "regex") and isinstance(form.get("definition"), str):
-        return {"type": "string", "pattern": f"^(?:{form['definition']})$"}
+    # Chats have the grammar in an object of its own.
+    grammar = form.get("grammar", form)
+    is_regex = form.get("type") == "grammar" and isinstance(grammar, Mapping) and grammar.get("syntax") == "regex"
+    if is_regex and isinstance(grammar.get("definition"), str):
+        return {"type": "string", "pattern": f"^(?:{grammar['definition']})$"}
     return None
+
+
+def chat_functions(tools: Sequence[Any]) -> list[Any]:
+    """Return the tools of a chat with custom tools as functions. Raises ApiError for formats that calls cannot hold."""
+    return [
+        {"type": "function", "function": as_function(tool["custom"])} if _is_custom(tool) else tool for tool in tools
+    ]
+
+
+def custom_names_among(tools: Sequence[Any] | None) -> frozenset[str]:
+    """Return the names of a chat's custom tools."""
+    return frozenset(tool["custom"]["name"] for tool in tools or () if _is_custom(tool))
+
+
+def chat_choice(choice: Any) -> Any:
+    """Return a chat's `tool_choice` with custom tools as functions."""
+    if _is_custom(choice):
+        return {"type": "function", "function": choice["custom"]}
+    inner = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
+    if isinstance(inner, Mapping) and isinstance(inner.get("tools"), list):
+        return {**choice, "allowed_tools": {**inner, "tools": [chat_choice(each) for each in inner["tools"]]}}
+    return choice
+
+
+def _is_custom(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == "custom" and isinstance(tool.get("custom"), Mapping)
 
 
 def as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +100,13 @@ def as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 def arguments_of(text: str) -> str:
     """Return the arguments with which the model calls the function of a custom tool."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Return the text in the arguments of a whole call."""
+    reader = InputText()
+    reader.read(arguments)
+    return reader.text
 
 
 class InputText:
