@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, get_args
 
 from asyncllm.config import ChatTemplateConfig, EngineConfig, GenerationConfig, RequestKeywords, checked
 from asyncllm.engine.lifecycle import Lifecycle
-from asyncllm.engine.loop.control import Forget, Pause, Resume, sleep_of, update_of, wake_of
+from asyncllm.engine.loop.control import Pause, ResetCache, Resume, sleep_of, update_of, wake_of
 from asyncllm.engine.loop.engine_loop import Death, EngineLoop
 from asyncllm.engine.model_files import ModelFiles
 from asyncllm.engine.requests.batches import interleave, responses_of
@@ -583,7 +583,7 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> None:
         """Drop all cached keys and values, on the device and in host memory. Running answers are recomputed from their
         tokens. Raises EngineError."""
-        await self.running().change(Forget())
+        await self.running().change(ResetCache())
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters and contents."""

@@ -267,7 +267,7 @@ class Driver:
     def forget(self) -> None:
         """New weights, while no step is in flight: from now on, a step that reads what was written is a violation."""
         self.device.carry_out(UpdateWeights({}))
-        self.scheduler.forget()
+        self.scheduler.reset_cache()
 
     def _note_end(self, request: Request) -> None:
         if request.finished:

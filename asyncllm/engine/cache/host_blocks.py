@@ -163,7 +163,7 @@ class HostBlocks:
         self.blocks.forget(block for _, block in plan.swap_out)
         return [sequence for sequence in self.swapped if sequence.host_step == step]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget the content of all blocks. Swapped sequences are recomputed. No step is in flight."""
         assert not self.plan, "copies are planned"
         for sequence in list(self.swapped):

@@ -28,12 +28,12 @@ from asyncllm.protocol import (
     Wake,
 )
 
-__all__ = ["PARTS", "Control", "Forget", "OwnCommand", "Pause", "Resume", "sleep_of", "update_of", "wake_of"]
+__all__ = ["PARTS", "Control", "EngineCommand", "Pause", "ResetCache", "Resume", "sleep_of", "update_of", "wake_of"]
 
 PARTS: frozenset[ResidentPart] = frozenset(get_args(ResidentPart))
 
 
-class Forget(msgspec.Struct, frozen=True):
+class ResetCache(msgspec.Struct, frozen=True):
     """Drop all cached keys and values."""
 
 
@@ -48,7 +48,7 @@ class Resume(msgspec.Struct, frozen=True):
     """End a pause."""
 
 
-OwnCommand = Forget | Pause | Resume
+EngineCommand = ResetCache | Pause | Resume
 """A command that concerns the engine alone, so that the executor has no part in it."""
 
 
@@ -62,7 +62,7 @@ class Control:
         self._scheduler = scheduler
         self._wake = wake
         self._event_loop = asyncio.get_running_loop()
-        self._asked: deque[tuple[Command | OwnCommand, asyncio.Future[None]]] = deque()
+        self._asked: deque[tuple[Command | EngineCommand, asyncio.Future[None]]] = deque()
         """Commands from `ask`, with their callers' futures. Cancelling a future withdraws a command that has not
         begun."""
         self._carried_out: asyncio.Future[None] | None = None
@@ -90,7 +90,7 @@ class Control:
     def _held(self) -> bool:
         return self.paused or bool(self.asleep)
 
-    def ask(self, command: Command | OwnCommand) -> asyncio.Future[None]:
+    def ask(self, command: Command | EngineCommand) -> asyncio.Future[None]:
         """Queue a command, and return a future that is done when it has been carried out."""
         done: asyncio.Future[None] = self._event_loop.create_future()
         done.add_done_callback(lambda _: self._wake())
@@ -107,10 +107,10 @@ class Control:
                 if done.cancelled():
                     self._asked.popleft()
                     continue
-                if quiet and isinstance(command, OwnCommand) and not self.drains:
+                if quiet and isinstance(command, EngineCommand) and not self.drains:
                     self._finish(*self._asked.popleft(), None)
                     continue
-                if quiet and not isinstance(command, OwnCommand):
+                if quiet and not isinstance(command, EngineCommand):
                     self._carried_out = self._executor.carry_out(command)
                     self._watchdog.watch()
                     self._carried_out.add_done_callback(lambda _: self._wake())
@@ -120,7 +120,9 @@ class Control:
             self._watchdog.rest()
             self._finish(*self._asked.popleft(), error)
 
-    def _finish(self, command: Command | OwnCommand, done: asyncio.Future[None], error: BaseException | None) -> None:
+    def _finish(
+        self, command: Command | EngineCommand, done: asyncio.Future[None], error: BaseException | None
+    ) -> None:
         """End a command, and give its caller, if one still waits, the outcome."""
         if error is None:
             self._update_engine(command)
@@ -133,7 +135,7 @@ class Control:
         if halfway:
             raise error
 
-    def _update_engine(self, command: Command | OwnCommand) -> None:
+    def _update_engine(self, command: Command | EngineCommand) -> None:
         """Update the engine's own state to match the model's."""
         match command:
             case UpdateWeights():
@@ -141,15 +143,15 @@ class Control:
                 if self.sleep_level == 2:
                     # The weights that sleep level 2 dropped are back on the device.
                     self._awaken(frozenset({"weights"}))
-                self._scheduler.forget()
+                self._scheduler.reset_cache()
             case Sleep(level):
                 still = self.sleep_level if "weights" in self.asleep else 0
                 self.asleep, self.sleep_level = PARTS, max(level, still)
-                self._scheduler.forget()
+                self._scheduler.reset_cache()
             case Wake(parts):
                 self._awaken(parts)
-            case Forget():
-                self._scheduler.forget()
+            case ResetCache():
+                self._scheduler.reset_cache()
             case Pause() | Resume():
                 self.paused = isinstance(command, Pause)
 

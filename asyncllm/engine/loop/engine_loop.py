@@ -27,7 +27,7 @@ from typing import NamedTuple
 from asyncllm.engine.adapters import AdapterTable
 from asyncllm.engine.host_adapters import HostAdapters
 from asyncllm.engine.integrity import check_idle
-from asyncllm.engine.loop.control import Control, OwnCommand
+from asyncllm.engine.loop.control import Control, EngineCommand
 from asyncllm.engine.loop.inbox import Inbox
 from asyncllm.engine.loop.launched_steps import LaunchedSteps
 from asyncllm.engine.loop.open_requests import OpenRequests
@@ -190,7 +190,7 @@ class EngineLoop:
         """Whether no step is launched until `Resume`."""
         return self._control.paused
 
-    async def change(self, command: Command | OwnCommand) -> None:
+    async def change(self, command: Command | EngineCommand) -> None:
         """Carry out a command while no step is in flight. Raises EngineError, and the command's own
         errors.
 

@@ -561,7 +561,7 @@ class Scheduler:
         self.host.step_read(step)
         self.slots.step_read(step)
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Forget all keys and values on device and host. Running sequences are recomputed. No step is in flight."""
         assert not self._in_flight, "steps in flight write KV"
         for request in {sequence.request: None for sequence in (*self._running, *self.waiting)}:
@@ -569,7 +569,7 @@ class Scheduler:
                 request.prompt_logprobs.clear()
         for sequence in list(self._running):
             self._preempt(sequence, keep=False)
-        self.host.forget()
+        self.host.reset()
         self.blocks.clear()
 
     def clear(self) -> None:
