@@ -24,7 +24,7 @@ from tests.models.parity import FAMILIES, Case, folder_of, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(180)]
 
-SHORT = {"jamba", "kimi_linear", "nemotron_h", "qwen"}
+SHORT = {"jamba", "kimi_linear", "nemotron_h", "qwen", "recurrent_gemma"}
 """Families whose tiny models have positions for 128 tokens."""
 PROMPTS = [random_tokens(20 + index, length) for index, length in enumerate((150, 40, 3, 90))]
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True, logprobs=20)
@@ -49,12 +49,13 @@ class Bounds(NamedTuple):
 
 BOUNDS = {
     ("dense", False): Bounds(0.002, 0.001, 0.99, 0.06, 0.95),
-    ("sparse", False): Bounds(0.04, 0.001, 0.95, 0.12, 0.9),
+    ("sparse", False): Bounds(0.04, 0.0015, 0.95, 0.12, 0.9),
     ("dense", True): Bounds(0.015, 0.005, 0.93, 0.1, 0.9),
     ("sparse", True): Bounds(0.12, 0.007, 0.88, 0.3, 0.8),
 }
 """By whether a family has a router and whether it has states, which carry roundings on. In bfloat16 on a CPU: dense
-0.0004 and 0.0003, 99.6 %; sparse 0.0065 and 0.0002, 98.7 %, 98 % near. With states, over five seeds of weights, here
+0.0004 and 0.0003, 99.6 %; sparse 0.0065 and 0.0002, 98.7 %, 98 % near, MiMo-V2-Flash 0.005 to 0.018 and 0.0005 to
+0.0009 over three prompts. With states, over five seeds of weights, here
 and in transformers alike: OLMo Hybrid 0.003 to 0.007, 0.002, 95.1 to 99.0 %, log-probabilities off by 0.053 to 0.071;
 Qwen3.5 with experts 0.008 to 0.062, 0.0035, 91.4 to 99.0 %, 0.07 to 0.15, 85 % near."""
 INDEXED = Bounds(0.15, 0.008, 0.82, 0.3, 0.75)
