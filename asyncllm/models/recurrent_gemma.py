@@ -31,6 +31,7 @@ class RecurrentGemmaConfig(ModelConfig, frozen=True, kw_only=True):
 class RecurrentGemma(DecoderLM):
     config: RecurrentGemmaConfig
     norm_class = OffsetRMSNorm
+    scales_images = True
     weights = WeightMap(
         {
             "model.embed_tokens": "embed",
