@@ -56,7 +56,7 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     ] = 0
     max_body_bytes: Annotated[
         Annotated[int, Meta(ge=1024, le=MAX_COUNT)] | None,
-        Meta(description="Maximum size of a request body; None: 4 MiB, or 32 MiB if the model takes images."),
+        Meta(description="Maximum size of a request body; None: 4 MiB, or 32 MiB with images or embeddings."),
     ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
