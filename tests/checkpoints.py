@@ -210,7 +210,7 @@ _LEGACY_NAMES: dict[str, dict[str, str]] = {
 }
 """By model_type: what the first files of a family call what transformers writes now."""
 
-_LATER = ("gemma4", "laguna", "lfm3", "mimo_v2_flash")
+_LATER = ("cohere_compass", "gemma4", "laguna", "lfm3", "mimo_v2_flash")
 """What types of models begin with that no earlier transformers wrote."""
 
 

@@ -130,9 +130,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "BioGptForCausalLM": Refused("BioGPT", "its tokenizer, with Moses' rules, is not supported", "OPTForCausalLM"),
     "BitNetForCausalLM": Refused("BitNet b1.58 2B", "1.58-bit weights are not supported", "LlamaForCausalLM"),
     "BltForCausalLM": Refused("Byte Latent Transformer", "its byte patches are not implemented", "LlamaForCausalLM"),
-    "CohereCompassForCausalLM": Refused(
-        "North Micro, text", "rotary settings per kind of layer are not supported for it", "Cohere2ForCausalLM"
-    ),
     "CpmAntForCausalLM": Refused("CPM-Ant", "its position biases are not implemented", "MiniCPMForCausalLM"),
     "CTRLLMHeadModel": Refused(
         "CTRL", "its sinusoidal positions and transposed weights are not implemented", "GPT2LMHeadModel"

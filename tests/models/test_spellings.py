@@ -200,3 +200,21 @@ def test_layers_of_ling_2_5(tmp_path: Path) -> None:
             read(tmp_path, changes, base)
     with pytest.raises(InvalidCheckpoint, match="group_norm_size = 5, which does not divide 6 heads of 16"):
         read(tmp_path, {"group_norm_size": 5}, base)
+
+
+def test_rotations_of_north_micro(tmp_path: Path) -> None:
+    """Its files also have entries for all layers, which nothing reads; kinds of layers without settings see no
+    positions."""
+    base = tiny("CohereCompassForCausalLM")
+    sliding = base["rope_parameters"]["sliding_attention"]
+    config = read(
+        tmp_path,
+        {"rope_parameters": {"sliding_attention": sliding, "full_attention": None, "rope_theta": 1e4}},
+        base,
+    )
+    assert [None if rope is None else rope.theta for rope in config.layer_ropes] == [500.0, None] * 2
+    assert config.windows == (8, None) * 2
+    assert read(tmp_path, {"layer_types": None}, base).windows == (None,) * 4
+    for rope in (ABSENT, {"rope_type": "default", "rope_theta": 1e4}):
+        with pytest.raises(UnsupportedModel, match="rope_parameters"):
+            read(tmp_path, {"rope_parameters": rope}, base)
