@@ -23,9 +23,9 @@ def experts_case(name: str, tile: Tile, dtype: str = "*bf16", *, ungrouped: bool
 
 
 CASES = [
-    *(experts_case(f"blocks of {size}", tile) for size, tile in e2m1_experts.TILES.items()),
+    *(experts_case(f"blocks of {size}", tile) for size, (tile, _) in e2m1_experts.TILES.items()),
     experts_case("one token each", e2m1_experts.UNGROUPED_TILE, ungrouped=True),
-    *(experts_case(f"float16 in blocks of {size}", e2m1_experts.TILES[size], "*fp16") for size in (16, 32)),
+    *(experts_case(f"float16 in blocks of {size}", e2m1_experts.TILES[size][0], "*fp16") for size in (16, 32)),
     Case(
         "expand",
         e2m1_experts.expand_kernel,

@@ -41,12 +41,18 @@ __all__ = [
     "multiply",
 ]
 
-TILES = {16: Tile(128, 16, 4, 4), 32: Tile(128, 32, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 128, 8, 3)}
-"""By tokens per block. On an H100, in us for both products of a layer of gpt-oss in blocks of 16, 32, 64 and 128: 64
-tokens 165, 176, -, -; 128 tokens -, 175, 214, -; 256 tokens -, 268, 221, -; 512 tokens -, -, 330, 348; 1,024 tokens -,
--, 574, 573; 8,192 tokens -, -, 3,712, 3,201. Expanding the weights takes 815 us and the products then 3,060. Of other
-tiles, 64 rows are within 3 % for up to 16 tokens and 5 to 20 % slower above, 256 rows 3 to 30 % slower. In blocks of
-128, four warps take 3,264 us for 8,192 tokens, tiles of 256 rows 3,681, and blocks of 256 tokens 3,786."""
+TILES = {
+    16: (Tile(128, 16, 4, 4), Tile(64, 16, 4, 4)),
+    32: (Tile(128, 32, 4, 3), Tile(128, 32, 4, 3)),
+    64: (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
+    128: (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
+}
+"""By tokens per block: the tiles of the first and of the second product. On an H100, in us for both products of a layer
+of gpt-oss in blocks of 16, 32, 64 and 128: 64 tokens 165, 176, -, -; 128 tokens -, 175, 214, -; 256 tokens -, 268, 221,
+-; 512 tokens -, -, 330, 348; 1,024 tokens -, -, 574, 573; 8,192 tokens -, -, 3,712, 3,201. Expanding the weights takes
+815 us and the products then 3,060. The second product of 8, 16 and 64 tokens takes 47, 51 and 61 us with 64 rows, and
+51, 55 and 60 with 128. Otherwise tiles of 64 rows are up to 20 % slower, and those of 256 rows 3 to 30 %. In blocks of
+128, four warps take 3,264 us for 8,192 tokens, and blocks of 256 tokens 3,786."""
 
 UNGROUPED_TILE = Tile(64, 16, 4, 4)
 """For blocks with one token each. There are few of them, and twice as many rows would halve the number of programs."""
@@ -267,7 +273,7 @@ def multiply(
     limit: float | None = None,
 ) -> None:
     """See `moe.multiply`. x [*, K] is 16-bit, bias [E, N]."""
-    tile = UNGROUPED_TILE if blocks.ungrouped else TILES[blocks.size]
+    tile = UNGROUPED_TILE if blocks.ungrouped else TILES[blocks.size][not swiglu]
     num_blocks = blocks.experts.shape[0]
     launch(
         e2m1_experts_kernel,
