@@ -93,6 +93,8 @@ class Weighted(Layer):
     gelu: bool = False
     """For the first products of experts: whether their gate is GELU instead of SwiGLU. Only `Unquantized` supports
     it."""
+    clipped: bool = False
+    """For the first products of experts: whether their SwiGLU has limits that quantized products do not compute."""
 
     def __init__(
         self,

@@ -115,6 +115,8 @@ class BailingHybrid(LatentDecoder):
             corrected=True,
             routing=grouped_routing(hf, top_k=8, scale=2.5, groups=8, top_groups=4),
         )
+        conv_length = hf.integer("short_conv_kernel_size", 4, minimum=2, maximum=16)
+        hf.expect("linear_conv_kernel_dim", conv_length)  # transformers writes both
         size = hf.integer("layer_group_size", 6)
         usual = ["linear_attention" if (layer + 1) % size else "full_attention" for layer in range(num_layers)]
         kinds = hf.layer_kinds(num_layers, ("full_attention", "linear_attention"), usual)
@@ -127,7 +129,7 @@ class BailingHybrid(LatentDecoder):
             delta_heads=hf.integer("linear_num_heads", heads),
             # Files of transformers have another size as head_dim.
             delta_head_dim=hf.integer("linear_head_dim", hf.integer("head_dim")),
-            conv_length=hf.integer("short_conv_kernel_size", 4, minimum=2, maximum=16),
+            conv_length=conv_length,
             decay_bound=_decay_bound(hf) if hf.flag("kda_safe_gate", True) else None,
         )
 

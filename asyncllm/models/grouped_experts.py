@@ -9,7 +9,15 @@ from asyncllm.kernels import Routing
 from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig
 from asyncllm.models.expert_rows import expert_rows, stacked_rows
 
-__all__ = ["DEEPSEEK_EXPERTS", "expert_groups", "grouped_experts", "grouped_routing", "leading_dense", "sparse_layers"]
+__all__ = [
+    "DEEPSEEK_EXPERTS",
+    "check_groups",
+    "expert_groups",
+    "grouped_experts",
+    "grouped_routing",
+    "leading_dense",
+    "sparse_layers",
+]
 
 DEEPSEEK_EXPERTS = {
     "model.layers.{i}.mlp.gate": "layers.{i}.mlp.router",
@@ -40,10 +48,7 @@ def grouped_experts(
     """
     hf.expect("moe_layer_freq", 1)
     hf.expect("mlp_bias", False)
-    if count > MAX_EXPERTS or count % routing.groups or count // routing.groups < 2:
-        hf.invalid("n_routed_experts", f"where a number for {routing.groups} groups of two or more belongs")
-    if routing.top_k > count // routing.groups * routing.top_groups:
-        hf.invalid("num_experts_per_tok", f"more than {routing.top_groups} groups of {count // routing.groups} have")
+    check_groups(hf, count, routing)
     return ExpertsConfig(
         layers=frozenset(range(first, num_layers)),
         count=count,
@@ -78,6 +83,14 @@ def grouped_routing(
         group_score="top2",
         **expert_groups(hf, groups, top_groups),
     )
+
+
+def check_groups(hf: HFConfig, count: int, routing: Routing) -> None:
+    """Raise InvalidCheckpoint if the groups cannot be formed of so many experts, or have too few for a token."""
+    if count > MAX_EXPERTS or count % routing.groups or count // routing.groups < 2:
+        hf.invalid("n_routed_experts", f"where a number for {routing.groups} groups of two or more belongs")
+    if routing.top_k > count // routing.groups * routing.top_groups:
+        hf.invalid("num_experts_per_tok", f"more than {routing.top_groups} groups of {count // routing.groups} have")
 
 
 def leading_dense(hf: HFConfig, num_layers: int, default: int) -> int:

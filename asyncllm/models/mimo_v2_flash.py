@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.narrow_values import NarrowValueAttention
-from asyncllm.models.config import MAX_EXPERTS, ExpertsConfig, HFConfig, ModelConfig
+from asyncllm.models.config import ExpertsConfig, HFConfig, ModelConfig
 from asyncllm.models.decoder import DecoderLM
-from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, grouped_routing, sparse_layers
+from asyncllm.models.grouped_experts import DEEPSEEK_EXPERTS, check_groups, grouped_routing, sparse_layers
 from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.registry import register
 
@@ -94,12 +94,13 @@ class MiMoV2Flash(DecoderLM):
         full["windows"] = hf.windows(
             num_layers, window, [layer > 0 and (layer + 1) % 6 > 0 for layer in range(num_layers)]
         )
-        count = hf.integer("n_routed_experts", 256, maximum=MAX_EXPERTS)
+        count, routing = hf.integer("n_routed_experts", 256), grouped_routing(hf, top_k=8)
+        check_groups(hf, count, routing)
         experts = ExpertsConfig(
             layers=sparse_layers(hf, num_layers),
             count=count,
             size=hf.integer("moe_intermediate_size", 2048),
-            routing=grouped_routing(hf, top_k=8),
+            routing=routing,
             corrected=True,
             exact_router=True,
         )

@@ -160,7 +160,8 @@ class Step3p5(DecoderLM):
         limit, mlp_limit = config.limits[layer], config.mlp_limits[layer]
         mlp = super().mlp(layer)
         if isinstance(mlp, MoE) and experts is not None:
-            mlp.limit = None if limit is None else -limit
+            if limit is not None:
+                mlp.limit, mlp.gate_up.clipped = -limit, True
             if mlp_limit is not None:
                 mlp.shared = ClippedMLP(config.hidden_size, experts.shared_size, limit=mlp_limit)
         elif mlp_limit is not None:

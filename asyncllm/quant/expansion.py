@@ -87,7 +87,7 @@ def expansion_of_codes(
     exponents: bool = False,
     left_out: Sequence[str] = (),
 ) -> Expansion:
-    """Return the expanded weight of a module with `codes` and a `scale`.
+    """Return the expanded weight of a module with `codes` and a `scale`, or of all experts in one tensor.
 
     Codes are pairs of e2m1 in groups of 16 (NVFP4) or, if scales are exponents, of 32 (MXFP4); e4m3 or int8 with one
     scale per tensor, output feature or `block`; or e4m3 with exponents in groups of 32 (MXFP8). `whole`: an additional
@@ -97,18 +97,20 @@ def expansion_of_codes(
     """
     sources = {codes: expect(module, tensors, codes, ("U8", "F8_E4M3", "I8"))}
     stored = tensors[codes]
-    if len(stored.shape) != 2:
+    if len(stored.shape) not in (2, 3):
         raise InvalidCheckpoint(f"tensor {short(sources[codes])} has shape {list(stored.shape)}, and is not a matrix.")
     paired = stored.dtype == "U8"
-    rows, columns = stored.shape[0], stored.shape[1] * (2 if paired else 1)
+    experts, rows, columns = stored.shape[:-2], stored.shape[-2], stored.shape[-1] * (2 if paired else 1)
     exponents = exponents or (scale in tensors and tensors[scale].dtype in _EXPONENTS)
     if paired or exponents:
         block = (1, _MX_GROUP if exponents else _NVFP4_GROUP)
-    shapes: list[Sequence[int]] = [(), (1,), (rows,), (rows, 1)]
+    shapes: list[Sequence[int]] = [(*experts, rows), (*experts, rows, 1)]
+    if not experts:
+        shapes += [(), (1,)]
     if block is not None:
         many = tuple(-(-size // each) for size, each in zip((rows, columns), block, strict=True))
         # ModelOpt adds an axis for the contents of each block.
-        shapes = [many, (many[0], 1, many[1], 1)]
+        shapes = [(*experts, *many), (*experts, many[0], 1, many[1], 1)]
     dtypes = _EXPONENTS if exponents else ("F8_E4M3",) if paired else _FLOATS
     sources[scale] = expect(module, tensors, scale, dtypes, *shapes)
     if whole is not None:
@@ -118,7 +120,7 @@ def expansion_of_codes(
         sources["weight_zero_point"] = expect(module, tensors, "weight_zero_point", ("I8",), shape)
     names = [f"{module}.{suffix}" for suffix in left_out if suffix in tensors]
     expand = partial(_expand, codes=codes, scale=scale, whole=whole, divided=divided, block=block)
-    return Expansion(f"{module}.weight", (rows, columns), sources, expand, names)
+    return Expansion(f"{module}.weight", (*experts, rows, columns), sources, expand, names)
 
 
 def _expand(
@@ -153,8 +155,8 @@ def _numbers(scales: Tensor) -> Tensor:
 
 def _spread(numbers: Tensor, weight: Tensor, block: Block | None) -> Tensor:
     """Return numbers per tensor, output feature or block in a shape that multiplies the weight."""
+    *experts, rows, columns = weight.shape
     if block is None:
-        return numbers.reshape(-1, 1)
-    rows, columns = weight.shape
-    many = numbers.reshape(-(-rows // block[0]), -1)
-    return many.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        return numbers.reshape(*experts, -1, 1)
+    many = numbers.reshape(*experts, -(-rows // block[0]), -1)
+    return many.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]

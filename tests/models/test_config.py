@@ -432,6 +432,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("MptForCausalLM", "no_bias", False),
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("QWenLMHeadModel", "no_bias", False),
+        ("BailingHybridForCausalLM", "linear_conv_kernel_dim", 4),
     ],
 )
 def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
@@ -470,6 +471,7 @@ def test_mpt_refuses_other_attention(tmp_path: Path, key: str, value: Any) -> No
         ("QWenLMHeadModel", "intermediate_size", 1),
         ("QWenLMHeadModel", "visual", {"heads": 16}),
         ("QWenLMHeadModel", "bf16", "yes"),
+        ("MiMoV2FlashForCausalLM", "num_experts_per_tok", 5),
     ],
 )
 def test_families_refuse_impossible_values(tmp_path: Path, architecture: str, key: str, value: Any) -> None:

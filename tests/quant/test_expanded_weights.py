@@ -157,6 +157,24 @@ def test_layers_that_a_method_does_not_serve(name: str, tmp_path: Path) -> None:
     assert Driver(agent).generate(0, prompt, 12) == expected
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "int8"])
+def test_experts_with_limits_are_expanded_and_others_are_not(name: str, tmp_path: Path) -> None:
+    """All experts of a layer are in one tensor, as published."""
+    dense = build_checkpoint("step3p5", tmp_path / "dense", moe_intermediate_size=160, hidden_size=128)
+    folder = formats.write(dense, tmp_path / "model", SERVED[name], lambda each: ".moe." in each and "proj" in each)
+    model, plain = open_cpu(folder), open_cpu(folder / "plain")
+    methods = [type(model.layers[layer].mlp.gate_up.method).__name__ for layer in (1, 3)]
+    assert methods == ["Unquantized", "Unquantized"]
+    assert (logits_of(model) - logits_of(plain)).abs().max() < 1e-4
+    file = folder / "config.json"
+    unlimited = {**json.loads(file.read_text()), "swiglu_limits": [0.0, 0.3, 0.0, 0.0, 0.0]}
+    file.write_text(json.dumps(unlimited))
+    model = open_cpu(folder)
+    methods = [type(model.layers[layer].mlp.gate_up.method).__name__ for layer in (1, 3)]
+    assert methods == ["Unquantized", "Scaled"]
+    assert logits_of(model).isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8-block"])
 def test_a_tower_is_expanded(name: str, tmp_path: Path) -> None:
     folder = formats.write(

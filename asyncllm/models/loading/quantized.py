@@ -97,8 +97,9 @@ def _attach(layer: Weighted, methods: Mapping[str, LinearMethod | None], path: s
     """Give a layer the method of its modules. Raises InvalidCheckpoint, and UnsupportedModel if there is none."""
     first, method = next(iter(methods)), _one(methods, path, checkpoint)
     assert method is not None
-    if layer.gelu or isinstance(layer, Embedding):
-        what = "a token embedding" if isinstance(layer, Embedding) else "experts with GELU"
+    if layer.gelu or layer.clipped or isinstance(layer, Embedding):
+        experts = "experts with GELU" if layer.gelu else "experts with limits of SwiGLU"
+        what = "a token embedding" if isinstance(layer, Embedding) else experts
         raise UnsupportedModel(
             f"{checkpoint.folder}: {short(first)} is of {what}, which is not implemented for {method.name} weights. "
             f"Use a checkpoint that keeps it in 16 bits."
