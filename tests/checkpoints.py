@@ -207,6 +207,7 @@ _LEGACY_NAMES: dict[str, dict[str, str]] = {
     "bloom": {"hidden_size": "n_embed"},
     "falcon": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert-decoder": {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
 }
 """By model_type: what the first files of a family call what transformers writes now."""
 

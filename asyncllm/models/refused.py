@@ -174,9 +174,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
         "the first files of Phi-1, Phi-1.5 and Phi-2", "its tensor names are not supported", "PhiForCausalLM"
     ),
     "MllamaForCausalLM": Refused("Llama 3.2 Vision, text", "it has cross attention to images", "LlamaForCausalLM"),
-    "ModernBertDecoderForCausalLM": Refused(
-        "Ettin decoders", "its gates and norms are not implemented", "Gemma3ForCausalLM"
-    ),
     "OuroForCausalLM": Refused(
         "Ouro 1.4B, 2.6B", "layers that run several times are not implemented", "LlamaForCausalLM"
     ),

@@ -113,6 +113,7 @@ def test_another_method_attaches_to_every_layer_and_no_one_else_notices(family: 
 
 
 SHARDS = {
+    "dense": "replicated",
     "embed": "replicated",
     "positions": "replicated",
     "head": "column",
@@ -188,5 +189,6 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     owned |= {id(each) for module in model.modules() if isinstance(module, StateLayer) for each in module.parameters()}
     others = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
     assert all(
-        name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act", "altup", "stream_scale")) for name in others
+        name.rsplit(".", 2)[-2].endswith(("norm", "correction", "act", "altup", "logit_bias", "stream_scale"))
+        for name in others
     ), "which every rank has whole"

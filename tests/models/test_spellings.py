@@ -218,3 +218,15 @@ def test_rotations_of_north_micro(tmp_path: Path) -> None:
     for rope in (ABSENT, {"rope_type": "default", "rope_theta": 1e4}):
         with pytest.raises(UnsupportedModel, match="rope_parameters"):
             read(tmp_path, {"rope_parameters": rope}, base)
+
+
+def test_layers_of_ettin_decoders(tmp_path: Path) -> None:
+    """Published files name bases of rotation by kind of layer, and half of an encoder's window is theirs."""
+    names = {"rope_parameters": ABSENT, "local_attention": ABSENT, "global_rope_theta": 16e4, "local_rope_theta": 8e4}
+    config = read(tmp_path, names, tiny("ModernBertDecoderForCausalLM"))
+    assert config.windows == (None, 64, 64, None)
+    assert [rope.theta for rope in config.layer_ropes if rope is not None] == [16e4, 8e4, 8e4, 16e4]
+    config = read(tmp_path, {**names, "global_attn_every_n_layers": 2}, tiny("ModernBertDecoderForCausalLM"))
+    assert config.windows == (None, 64, None, 64)
+    with pytest.raises(UnsupportedModel, match="classifier_activation = 'silu'"):
+        read(tmp_path, {"classifier_activation": "silu"}, tiny("ModernBertDecoderForCausalLM"))
