@@ -76,7 +76,7 @@ class Bailing(DecoderLM):
         hf.expect("use_rmsnorm", True)
         hf.expect("use_sliding_window", False)
         hf.expect("norm_softmax", False)
-        second = architecture != "BailingMoeForCausalLM"
+        second = architecture.startswith("BailingMoeV2")
         hf.expect("score_function", "sigmoid" if second else "softmax")
         size = hf.integer("moe_intermediate_size")
         hf.expect("moe_shared_expert_intermediate_size", size)

@@ -30,6 +30,8 @@ Factors = tuple[float, float]
 class MiniMaxConfig(ModelConfig, frozen=True, kw_only=True):
     attention_layers: frozenset[int]
     """The layers with full attention."""
+    rates: tuple[float, ...]
+    """How fast each head of lightning attention forgets, before a layer's factor."""
     full_factors: Factors
     linear_factors: Factors
     mlp_factors: Factors
@@ -96,8 +98,13 @@ class MiniMax(DecoderLM):
             (hf.number(f"{name}_alpha_factor", 1.0), hf.number(f"{name}_beta_factor", 1.0))
             for name in ("full_attn", "linear_attn", "mlp")
         )
+        # Published files count heads that are no power of two as ALiBi does, and those of transformers do not.
+        num_heads = fields["num_heads"]
+        published = architecture.startswith(("MiniMaxText01", "MiniMaxM1"))
+        plain = tuple(2.0 ** (-8 * (head + 1) / num_heads) for head in range(num_heads))
         return MiniMaxConfig(
             **fields,
+            rates=alibi_slopes(num_heads) if published else plain,
             experts=mixtral_experts(hf, fields),
             attention_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
             full_factors=full,
@@ -111,15 +118,11 @@ class MiniMax(DecoderLM):
             return super().attention(layer)
         # Earlier layers forget faster.
         factor = 1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5
-        rates = alibi_slopes(config.num_heads)
-        if config.architecture == "MiniMaxForCausalLM":
-            # The same for powers of two alone.
-            rates = tuple(2.0 ** (-8 * (head + 1) / config.num_heads) for head in range(config.num_heads))
         return LightningAttention(
             layer,
             config.hidden_size,
             head_dim=config.head_dim,
-            rates=[factor * rate for rate in rates],
+            rates=[factor * rate for rate in config.rates],
             norm_eps=_NORM_EPS,
         )
 

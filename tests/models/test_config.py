@@ -273,6 +273,14 @@ def test_baichuan_13b_has_alibi(tmp_path: Path, changes: dict[str, Any]) -> None
         read(tmp_path, changes, tiny("BaichuanForCausalLM"), rope_scaling_factor=2.0)
 
 
+@pytest.mark.parametrize("architecture", ["BailingMoeModel", "BailingMoeForSequenceClassification"])
+def test_the_first_ling_chooses_experts_alike_without_its_head(tmp_path: Path, architecture: str) -> None:
+    fields = {**tiny("BailingMoeV2ForCausalLM"), "score_function": "softmax"}
+    config = read(tmp_path, {"architectures": [architecture]}, fields)
+    assert config.experts is not None
+    assert (config.experts.routing.scores, config.experts.corrected) == ("softmax", False)
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 6, 12, 40, 71])
 @pytest.mark.parametrize("max_bias", [8, 6])
 def test_alibi_slopes(num_heads: int, max_bias: int) -> None:

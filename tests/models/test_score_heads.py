@@ -31,6 +31,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
 HEADS: dict[tuple[str, str], dict[str, Tensor]] = {
     ("llama", "LlamaForSequenceClassification"): {"score.weight": drawn(3, HIDDEN, seed=1)},
     ("gemma2", "Gemma2ForSequenceClassification"): {"score.weight": drawn(1, HIDDEN, seed=2)},
+    # Files of transformers differ from published ones, which have another class.
+    ("minimax", "MiniMaxForSequenceClassification"): {"score.weight": drawn(1, HIDDEN, seed=8)},
     ("internlm2", "InternLM2ForRewardModel"): {"v_head.weight": drawn(1, HIDDEN, seed=3)},
     ("qwen2", "Qwen2ForRewardModel"): {
         "score.0.weight": drawn(HIDDEN, HIDDEN, seed=4),
