@@ -76,12 +76,12 @@ class Bailing(DecoderLM):
         hf.expect("use_rmsnorm", True)
         hf.expect("use_sliding_window", False)
         hf.expect("norm_softmax", False)
-        second = architecture.startswith("BailingMoeV2")
-        hf.expect("score_function", "sigmoid" if second else "softmax")
+        first = architecture.startswith("BailingMoe") and not architecture.startswith("BailingMoeV2")
+        hf.expect("score_function", "softmax" if first else "sigmoid")
         size = hf.integer("moe_intermediate_size")
         hf.expect("moe_shared_expert_intermediate_size", size)
         fields = hf.decoder(architecture, max_position=16384, theta=600000.0, partial_rotary=1.0)
-        corrected = second and hf.flag("moe_router_enable_expert_bias", True)
+        corrected = not first and hf.flag("moe_router_enable_expert_bias", True)
         experts = grouped_experts(
             hf,
             fields["num_layers"],
@@ -90,7 +90,7 @@ class Bailing(DecoderLM):
             shared=hf.integer("num_shared_experts", 0, minimum=0),
             size=size,
             corrected=corrected,
-            routing=grouped_routing(hf, "sigmoid" if second else "softmax", renormalize=False),
+            routing=grouped_routing(hf, "softmax" if first else "sigmoid", renormalize=False),
         )
         bias = hf.flag("use_bias", False)
         return BailingConfig(
@@ -98,7 +98,7 @@ class Bailing(DecoderLM):
             normalized_head=hf.flag("norm_head", False),
             qkv_bias=bias or hf.flag("use_qkv_bias", False),
             out_bias=bias,
-            qk_norm="head" if hf.flag("use_qk_norm", second) else None,
+            qk_norm="head" if hf.flag("use_qk_norm", not first) else None,
             experts=experts,
             extra_layers=hf.integer("num_nextn_predict_layers", 0, minimum=0),
         )
