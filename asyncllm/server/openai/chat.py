@@ -88,7 +88,7 @@ def _whole(
 ) -> ChatResponse:
     count = UsageCount()
     count.add_response(response, 0)
-    custom_names = custom_names_among(body.tools)
+    custom_names = custom_names_among(body.tools) if body.tools else frozenset()
     choices = []
     for index, answer in enumerate(response.choices or (response,)):
         message = message_of(answer, custom_names, thinks=body.include_reasoning is not False)
@@ -200,7 +200,7 @@ class _ChatEvents:
         """Choice whose role has been sent -> the beginning of its plain events, up to the text."""
         self._splits = generation.splits
         self._thinks = body.include_reasoning is not False
-        self._calls = _CallDeltas(custom_names_among(body.tools))
+        self._calls = _CallDeltas(custom_names_among(body.tools) if body.tools else frozenset())
         self._plain = not (body.return_token_ids or body.logprobs or self._tail.continuous or self._splits)
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail.plain
 

@@ -57,9 +57,9 @@ def chat_functions(tools: Sequence[Any]) -> list[Any]:
     ]
 
 
-def custom_names_among(tools: Sequence[Any] | None) -> frozenset[str]:
+def custom_names_among(tools: Sequence[Any]) -> frozenset[str]:
     """Return the names of a chat's custom tools."""
-    return frozenset(tool["custom"]["name"] for tool in tools or () if _is_custom(tool))
+    return frozenset(tool["custom"]["name"] for tool in tools if _is_custom(tool))
 
 
 def chat_choice(choice: Any) -> Any:
