@@ -60,7 +60,7 @@ class AXK1(DeepseekV3):
         # Published files have norms behind MLPs too, without use.
         experts = self.config.experts
         dense = set(range(self.config.num_layers)) - (experts.layers if experts is not None else set())
-        return super().weight_map.ignoring(*(f"model.layers.{layer}.post_mlp_layernorm.weight" for layer in dense))
+        return super().weight_map.skipping(*(f"model.layers.{layer}.post_mlp_layernorm" for layer in dense))
 
     def mlp(self, layer: int) -> nn.Module:
         config, experts = self.config, self.config.experts

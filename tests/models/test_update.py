@@ -36,7 +36,7 @@ def update(model: DecoderLM, tensors: dict[str, Any], **options: bool) -> None:
     plan_update(model, tensors, model.weight_map, **options)()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "axk1_published"])
 def test_every_kind_of_weight_becomes_that_of_the_other_checkpoint(family: str, tmp_path: Path) -> None:
     """Fused, stacked, tied and grouped ones, at the addresses where they were."""
     first, second = (build_checkpoint(family, tmp_path / str(seed), seed=seed) for seed in (0, 1))
