@@ -79,6 +79,44 @@ _FACTORS = {
     **{"mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.7},
 }
 
+_MIMO_V2: Fields = {
+    **{"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 0, 1], "layernorm_epsilon": 1e-3},
+    **{"swa_num_key_value_heads": 4, "swa_num_attention_heads": 8, "swa_head_dim": 24, "swa_v_head_dim": 16},
+    **{"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False},
+    **{"sliding_window": 8, "sliding_window_size": 8, "swa_rope_theta": 500},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None},
+    **{"routed_scaling_factor": None, "n_group": 1, "topk_group": 1},
+}
+_MIMO_V2_NATIVE: Fields = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
+        for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 500.0))
+    },
+}
+
+
+def _mimo_v2(tensors: Tensors, fields: Fields) -> Tensors:
+    """q, k and v of each group of heads in turn, as many groups in all layers as those without a window have KV heads;
+    beside the parts of further predictions, images and sounds."""
+    grouped: Tensors = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = (tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj"))
+            groups = [part.unflatten(0, (fields["num_key_value_heads"], -1)) for part in parts]
+            grouped[name.replace("q_proj", "qkv_proj")] = torch.cat(groups, 1).flatten(0, 1)
+        elif "k_proj" not in name and "v_proj" not in name:
+            grouped[name] = tensor
+    others = (
+        "model.mtp.layers.0.eh_proj",
+        "visual.patch_embed.proj",
+        "audio_encoder.projection",
+        "speech_embeddings.0",
+    )
+    return {**grouped, **{f"{each}.weight": torch.ones(8, 8) for each in others}}
+
+
 PUBLISHED: dict[str, Layout] = {
     "step3p5": _Language(
         "step3p5",
@@ -164,25 +202,30 @@ PUBLISHED: dict[str, Layout] = {
         "mimo_v2_flash",
         "mimo_v2_flash",
         "MiMoV2FlashForCausalLM",
+        extra={**_MIMO_V2, "rope_theta": 5000, "partial_rotary_factor": 0.334},
+        dropped=("layer_types", "rope_parameters"),
+        words={"layernorm_epsilon": "rms_norm_eps"},
+        native=_MIMO_V2_NATIVE,
+        rename=lambda tensors, fields: {**tensors, "model.mtp.layers.0.eh_proj.weight": torch.ones(64, 128)},
+    ),
+    "mimo_v2": Layout(
+        "mimo_v2_flash",
+        "mimo_v2",
+        "mimo_v2_flash",
+        "MiMoV2ForCausalLM",
         extra={
-            **{"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 0, 1], "layernorm_epsilon": 1e-3},
-            **{"swa_num_key_value_heads": 4, "swa_num_attention_heads": 8, "swa_head_dim": 24, "swa_v_head_dim": 16},
-            **{"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False},
-            **{"sliding_window": 8, "sliding_window_size": 8, "rope_theta": 5000, "swa_rope_theta": 500},
-            **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None},
-            **{"routed_scaling_factor": None, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.334},
+            **_MIMO_V2,
+            **{"attention_projection_layout": "fused_qkv", "moe_router_dtype": "bfloat16", "hybrid_block_size": None},
+            "vision_config": {"model_type": "mimo_v2_vision"},
+            "rope_parameters": {
+                **{"rope_type": "default", "type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334}
+            },
         },
         dropped=("layer_types", "rope_parameters"),
         words={"layernorm_epsilon": "rms_norm_eps"},
-        native={
-            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
-            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
-                for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 500.0))
-            },
-        },
-        rename=lambda tensors, fields: {**tensors, "model.mtp.layers.0.eh_proj.weight": torch.ones(64, 128)},
+        native=_MIMO_V2_NATIVE,
+        rope=lambda fields: {},
+        rename=_mimo_v2,
     ),
 }
 """By the name under which `tests.checkpoints.build_checkpoint` writes it."""

@@ -1,4 +1,4 @@
-"""Attention whose values are narrower than its keys (MiMo-V2-Flash).
+"""Attention whose values are narrower than its keys (MiMo-V2).
 
 Values are padded with zeros to the size of keys, so that caches, plans and ops are those of equal sizes; the padding of
 the result is left out.
@@ -22,13 +22,16 @@ __all__ = ["NarrowValueAttention"]
 class _NarrowValueQKVLinear(QKVLinear):
     """The projections q, k and v, with `value_dim` features per head of v, scaled and padded to `head_dim`."""
 
-    def __init__(self, in_features: int, config: AttentionConfig, *, value_dim: int, value_scale: float) -> None:
+    def __init__(
+        self, in_features: int, config: AttentionConfig, *, value_dim: int, value_scale: float, stored_groups: int
+    ) -> None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         parts = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * value_dim}
         MergedLinear.__init__(self, in_features, parts, bias=config.qkv_bias)
         self.num_heads, self.num_kv_heads, self.stored_kv_heads = num_heads, num_kv_heads, num_kv_heads
         self.head_dim, self.paired = head_dim, 0
         self.value_dim, self.value_scale = value_dim, value_scale
+        self.stored_groups = stored_groups
 
     def _slice_of_part(self, part: str | None, size: int, group: RankGroup) -> slice:
         dim = self.value_dim if part == "v" else self.head_dim
@@ -51,10 +54,20 @@ class NarrowValueAttention(Attention):
     `value_scale`."""
 
     def __init__(
-        self, layer: int, hidden_size: int, config: AttentionConfig, *, value_dim: int, value_scale: float
+        self,
+        layer: int,
+        hidden_size: int,
+        config: AttentionConfig,
+        *,
+        value_dim: int,
+        value_scale: float,
+        stored_groups: int,
     ) -> None:
+        """`stored_groups`: groups of heads in a checkpoint that has q, k and v in one tensor."""
         super().__init__(layer, hidden_size, config)
-        self.qkv = _NarrowValueQKVLinear(hidden_size, config, value_dim=value_dim, value_scale=value_scale)
+        self.qkv = _NarrowValueQKVLinear(
+            hidden_size, config, value_dim=value_dim, value_scale=value_scale, stored_groups=stored_groups
+        )
         self.out = Linear(config.num_heads * value_dim, hidden_size, shard="row", unit=value_dim, bias=config.out_bias)
         self.value_dim = value_dim
 

@@ -40,8 +40,18 @@ def _split_quarters(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor
 def _split_by_head(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
     """Return the parts of a tensor that holds, per head, the head's share of each part, concatenated along axis 0
     (Qwen3-Next's queries and gates)."""
-    heads = tensor.reshape(owner.stored_heads, -1, *tensor.shape[1:])
-    return [part.flatten(0, 1) for part in torch.split(heads, [size // owner.stored_heads for size in sizes], 1)]
+    return _split_shares(tensor, sizes, owner.stored_heads)
+
+
+def _split_by_group(tensor: Tensor, sizes: list[int], owner: Any) -> list[Tensor]:
+    """Return the parts of a tensor that holds, per group of heads, the group's share of each part, concatenated along
+    axis 0 (MiMo-V2.5's q, k and v)."""
+    return _split_shares(tensor, sizes, owner.stored_groups)
+
+
+def _split_shares(tensor: Tensor, sizes: list[int], count: int) -> list[Tensor]:
+    shares = tensor.reshape(count, -1, *tensor.shape[1:])
+    return [part.flatten(0, 1) for part in torch.split(shares, [size // count for size in sizes], 1)]
 
 
 class Stack(NamedTuple):
@@ -88,9 +98,23 @@ class Layout(NamedTuple):
     """Function of the tensor (output features first), the parts' sizes and the layer -> the parts."""
     pieces: Callable[[Any], int] = lambda owner: 1
     """Function of the layer -> the number of pieces in which the tensor has each part."""
+    own_blocks: bool = False
+    """Whether blocks of output features with one scale begin anew with each piece."""
+
+    def blocks(self, features: int, size: int, owner: Any) -> int:
+        """Return how many blocks of at most `size` the output features of all parts are."""
+        pieces = self.pieces(owner) if self.own_blocks else 1
+        return pieces * -(-features // pieces // size)
+
+    def spread(self, blocks: Tensor, features: int, size: int, owner: Any) -> Tensor:
+        """Return the entry of each output feature, from one entry per block along axis 0."""
+        pieces = self.pieces(owner) if self.own_blocks else 1
+        each = blocks.reshape(pieces, -1, *blocks.shape[1:]).repeat_interleave(size, 1)
+        return each[:, : features // pieces].flatten(0, 1)
 
 
 LAYOUTS: Mapping[str, Layout] = {
+    "by_group": Layout(_split_by_group, lambda owner: int(owner.stored_groups), own_blocks=True),
     "by_head": Layout(_split_by_head, lambda owner: int(owner.stored_heads)),
     "flat": Layout(_split_flat),
     "grouped": Layout(_split_grouped, lambda owner: int(owner.stored_kv_heads)),

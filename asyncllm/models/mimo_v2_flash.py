@@ -1,8 +1,7 @@
-"""MiMo-V2-Flash: windows with sinks and more key heads in most layers, values narrower than keys, and experts."""
+"""MiMo-V2: windows with sinks and more key heads in most layers, values narrower than keys, and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ class MiMoV2FlashConfig(ModelConfig, frozen=True, kw_only=True):
     value_scale: float
 
 
-@register(MiMoV2FlashForCausalLM="MiMo-V2-Flash 309B-A15B")
+@register(MiMoV2FlashForCausalLM="MiMo-V2-Flash 309B-A15B", MiMoV2ForCausalLM="MiMo-V2.5: the text model")
 class MiMoV2Flash(DecoderLM):
     config: MiMoV2FlashConfig
     # As published, and as transformers has them in memory.
@@ -37,8 +36,9 @@ class MiMoV2Flash(DecoderLM):
             "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.correction:bias",
             "model.layers.{i}.self_attn.attention_sink_bias": "layers.{i}.attn.sinks:sinks",
             "model.layers.{i}.self_attn.sinks": "layers.{i}.attn.sinks:sinks",
+            "model.layers.{i}.self_attn.qkv_proj": "layers.{i}.attn.qkv[q+k+v:by_group]",
         }
-    ).skipping("model.mtp")
+    ).skipping("model.mtp", "visual", "audio_encoder", "speech_embeddings")
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "mimo_v2_flash",
         "vocab_size": 320,
@@ -75,6 +75,9 @@ class MiMoV2Flash(DecoderLM):
         hf.expect("n_shared_experts", 0)
         hf.expect("add_full_attention_sink_bias", False)
         hf.expect("add_swa_attention_sink_bias", True)
+        hf.expect("hybrid_block_size")
+        # The names of the tensors tell these two apart.
+        hf.expect("attention_projection_layout", "split", "fused_qkv")
 
         def read(kind: str) -> dict[str, Any]:
             return hf.of_layers(kind).decoder(
@@ -122,7 +125,13 @@ class MiMoV2Flash(DecoderLM):
         else:
             heads = replace(heads, num_kv_heads=config.window_kv_heads)
         return NarrowValueAttention(
-            layer, config.hidden_size, heads, value_dim=config.value_dim, value_scale=config.value_scale
+            layer,
+            config.hidden_size,
+            heads,
+            value_dim=config.value_dim,
+            value_scale=config.value_scale,
+            # Layers with a window have more KV heads and the same groups.
+            stored_groups=config.num_kv_heads,
         )
 
 
@@ -140,15 +149,24 @@ def _in_usual_words(hf: HFConfig) -> HFConfig:
         if not isinstance(pattern, list) or not all(type(each) is int and each in (0, 1) for each in pattern):
             hf.invalid(name, "where a list of 0 and 1 belongs")
         words[usual] = [kinds[each] for each in pattern]
-    if hf.fields.get("rope_parameters") is None:
-        hf.expect("rope_scaling", {"rope_type": "default"}, {"type": "default"})
-        partial = hf.number("partial_rotary_factor", 0.334)
-        thetas: Mapping[str, float] = {
-            "full_attention": hf.number("rope_theta", 5e6),
-            "sliding_attention": hf.number("swa_rope_theta", 1e4),
-        }
-        words["rope_parameters"] = {
-            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial}
-            for kind, theta in thetas.items()
-        }
+    rope = hf.fields.get("rope_parameters")
+    if rope is None or (isinstance(rope, dict) and not any(isinstance(each, dict) for each in rope.values())):
+        words["rope_parameters"] = _ropes_of_kinds(hf)
     return hf.changed(words)
+
+
+def _ropes_of_kinds(hf: HFConfig) -> dict[str, Any]:
+    """Return the rotations of both kinds of layers, of a file that has those of layers without a window in entries of
+    its own or in rope_parameters. Raises UnsupportedModel, InvalidCheckpoint."""
+    hf.expect("rope_scaling", {"rope_type": "default"}, {"type": "default"})
+    given: dict[str, Any] = hf.fields.get("rope_parameters") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default":
+        hf.unsupported("rope_parameters", "Rotations of layers without a window have to be plain ones.")
+    full: dict[str, Any] = {
+        "partial_rotary_factor": hf.number("partial_rotary_factor", 0.334),
+        "rope_theta": hf.number("rope_theta", 5e6),
+        **given,
+        "rope_type": kind,
+    }
+    return {"full_attention": full, "sliding_attention": {**full, "rope_theta": hf.number("swa_rope_theta", 1e4)}}

@@ -10,6 +10,7 @@ belongs to the receiving module. Brackets name the part of a fused parameter:
     layers.{i}.attn.qkv[q+k+v]               one tensor holds q, k and v, concatenated along axis 0
     layers.{i}.attn.qkv[q+k+v:grouped]       one tensor holds, per KV head, its query heads, then k, then v
     layers.{i}.attn.qkv[q+gate:by_head]      one tensor holds, per head, its part of q, then of the gate
+    layers.{i}.attn.qkv[q+k+v:by_group]      one tensor holds, per group of heads, its part of q, then of k, then of v
     layers.{i}.attn.qkv[q+k+v:transposed]    q, k and v, concatenated along axis 1: a weight is [in, out]
     layers.{i}.mlp.down[:transposed]         a single weight [in, out]
     layers.{i}.attn.qkv[q+k+v:quarters]      one tensor holds, four times, a quarter of q, of v and of k

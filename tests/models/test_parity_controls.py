@@ -154,6 +154,11 @@ def swap_query_heads(model: DecoderLM) -> None:
     weight[: 2 * head_dim] = weight[: 2 * head_dim].roll(head_dim, 0).clone()
 
 
+def forget_value_scale(model: DecoderLM) -> None:
+    for layer in model.layers:
+        layer.attn.qkv.value_scale = 1.0
+
+
 @pytest.mark.parametrize(
     ("family", "mutate"),
     [
@@ -208,6 +213,9 @@ def swap_query_heads(model: DecoderLM) -> None:
         ("internlm", drop_bias),
         ("internlm", drop_output_bias),
         ("internlm3", drop_mlp_bias),
+        ("mimo_v2", forget_value_scale),
+        ("mimo_v2", slide_everywhere),
+        ("mimo_v2", swap_query_heads),
         ("ministral", slide_everywhere),
         ("phi4_mini", turn_whole_heads),
         ("seed_oss", drop_output_bias),

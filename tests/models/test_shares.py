@@ -46,7 +46,7 @@ def logits_of(model: DecoderLM, tokens: list[int]) -> Tensor:
     return row.result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mimo_v2"])
 def test_two_ranks_give_the_logits_of_one(family: str) -> None:
     case = Case(family, "default")
     tokens = random_tokens(3, PROMPT + STEPS)

@@ -96,6 +96,23 @@ def test_windows_of_mimo(tmp_path: Path) -> None:
             read(tmp_path, changes, base)
 
 
+def test_rotations_of_mimo(tmp_path: Path) -> None:
+    """The published rope_parameters are those of layers without a window; an entry of its own has the others' base."""
+    flat = {"rope_type": "default", "type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.334}
+    base = {**tiny("MiMoV2ForCausalLM"), "rope_parameters": flat, "swa_rope_theta": 20000}
+    ropes = read(tmp_path, {"rope_theta": 3e6}, base).layer_ropes
+    assert [(each.theta, each.dim) for each in ropes] == [(theta, 8) for theta in (1e7, 2e4, 2e4, 1e7)]
+    assert read(tmp_path, {"rope_parameters": ABSENT, "rope_theta": 3e6}, base).layer_ropes[0].theta == 3e6
+    assert read(tmp_path, {"attention_projection_layout": "fused_qkv", "hybrid_block_size": None}, base)
+    for changes in (
+        {"rope_parameters": {**flat, "rope_type": "yarn", "factor": 2.0}},
+        {"attention_projection_layout": "fused_kv"},
+        {"hybrid_block_size": 6},
+    ):
+        with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+            read(tmp_path, changes, base)
+
+
 def test_stacked_experts_of_a_layer_that_has_none(tmp_path: Path) -> None:
     file = build_checkpoint("mistral4", tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "first_k_dense_replace": 2}))

@@ -140,6 +140,31 @@ def test_fused_tensors_grouped_heads_and_experts(family: str, name: str, tmp_pat
     assert_as_read_by_numpy(write(dense, tmp_path / "model", FORMATS[name]))
 
 
+class InHalves(Eight):
+    """Each half of the rows is quantized by itself."""
+
+    def quantize(self, weight: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+        halves = [super(InHalves, self).quantize(half, seed) for half in np.split(weight, 2)]
+        return {key: np.concatenate([half[key] for half in halves]) for key in halves[0]}
+
+    def decode(self, fmt: Eight, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        halves = zip(*(np.split(tensors[key], 2) for key in ("weight", self.scale)), strict=True)
+        return np.concatenate([super(InHalves, self).decode(fmt, {"weight": w, self.scale: s}) for w, s in halves])
+
+
+def test_blocks_of_each_group_of_heads(tmp_path: Path) -> None:
+    """MiMo-V2.5's q, k and v of 2 groups, with 136 rows or 176, have 4 rows of scales; a tensor with those of 272 rows,
+    or of 352, is refused."""
+    dense = build_checkpoint("mimo_v2", tmp_path / "dense", hidden_size=256)
+
+    def is_qkv(name: str) -> bool:
+        return name.endswith("qkv_proj.weight")
+
+    assert_as_read_by_numpy(write(dense, tmp_path / "model", InHalves(**vars(fp8("block"))), is_qkv))
+    with pytest.raises(InvalidCheckpoint, match=r"qkv_proj\.weight_scale_inv. has shape \[3, 2\], .* for \[4, 2\]"):
+        open_cpu(write(dense, tmp_path / "whole", fp8("block"), is_qkv))
+
+
 def test_norms_and_gates_round_what_they_make(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_cpu(write(dense, tmp_path / "model", FORMATS["fp8-block"]))
     expected = logits_of(model)

@@ -96,7 +96,7 @@ class LoadPlan:
             # A layer without experts has no part of the first one, which the checks name.
             experts = (owner.stored_experts if isinstance(owner, Weighted) else None) or 1
             target = self._one_layout(target.of_experts(experts), experts, offer.shape)
-        _check(offer, target, self.expected, self.stored(target), self._features(target))
+        _check(offer, target, self.expected, self.stored(target), self._blocks(target))
         self._check_pieces(offer, target)
         for key in target.keys:
             other = self._filled.setdefault((target.module, key), offer.name)
@@ -144,6 +144,13 @@ class LoadPlan:
         owner = self._owners.get(target.module)
         whole = owner.whole_shapes if isinstance(owner, Weighted) else {}
         return [whole[part][0] for _, part, _ in target.keys if part in whole]
+
+    def _blocks(self, target: Target) -> int:
+        """Return the number of blocks of output features of a target whose layout has blocks, or 0."""
+        layout, stored, features = LAYOUTS.get(target.layout or ""), self.stored(target), self._features(target)
+        if layout is None or stored.features == 1 or not features:
+            return 0
+        return layout.blocks(sum(features), stored.features, self._owners[target.module])
 
     def quantized(self, name: str) -> str | None:
         """Return the path of the layer of tensor `name`, if its parts cannot be replaced one by one."""
@@ -220,7 +227,7 @@ class LoadPlan:
             sizes = [self.expected[target.module, key][axis] for key in target.keys]
             if stored.features > 1:
                 sizes = list(self._features(target))
-                tensor = tensor.repeat_interleave(stored.features, 0)[: sum(sizes)]
+                tensor = LAYOUTS[target.layout].spread(tensor, sum(sizes), stored.features, owner)
             split = LAYOUTS[target.layout].split(tensor.movedim(axis, 0), sizes, owner)
             pieces = [piece.movedim(0, axis) for piece in split]
         for (suffix, part, index), piece in zip(target.keys, pieces, strict=True):
@@ -400,9 +407,10 @@ def _check(
     target: Target,
     expected: Mapping[tuple[str, PartKey], tuple[int, ...]],
     stored: Stored,
-    features: Sequence[int],
+    blocks: int,
 ) -> None:
-    """Refuse a tensor with the wrong dtype, target or shape. `features`: output features of each part."""
+    """Refuse a tensor with the wrong dtype, target or shape. `blocks`: number of blocks of output features of all parts
+    together."""
     shapes = [expected.get((target.module, key)) for key in target.keys]
     if offer.dtype not in (FLOATS if None in shapes else stored).dtypes:
         raise UnsupportedModel(
@@ -421,7 +429,7 @@ def _check(
     if stored.axis is not None and part_to_read:
         part_to_read[stored.axis] = sum(shape[stored.axis] for shape in known)
         if stored.features > 1 and target.layout is not None:
-            part_to_read[stored.axis] = -(-sum(features) // stored.features)
+            part_to_read[stored.axis] = blocks
     if target.transposed:
         part_to_read.reverse()
     if target.stack is not None:
