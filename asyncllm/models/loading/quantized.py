@@ -68,10 +68,12 @@ def attach(model: DecoderLM, checkpoint: Checkpoint, scheme: Scheme) -> Checkpoi
         for name, tensors in modules.items()
         if path not in layers and not scheme.at_load and scheme.method(name, tensors) is not None
     }
+    clipped = {path.rpartition(".")[0] for path, layer in layers.items() if layer.clipped}
     unserved: dict[str, UnsupportedModel] = {}
     for path, modules in found.items():
         layer = layers[path]
-        if scheme.at_load and (isinstance(layer, Embedding | OutputEmbedding) or layer.shard == "replicated"):
+        plain = isinstance(layer, Embedding | OutputEmbedding) or layer.shard == "replicated"
+        if scheme.at_load and (plain or (layer.num_experts is not None and path.rpartition(".")[0] in clipped)):
             continue
         methods = {name: scheme.method(name, tensors) for name, tensors in modules.items()}
         if not any(methods.values()):
