@@ -81,6 +81,7 @@ class ModernBertDecoder(DecoderLM):
         every, layers = hf.integer("global_attn_every_n_layers", 3), range(fields["num_layers"])
         # An encoder's layer sees half of the window on either side.
         window = hf.integer("local_attention", 128, minimum=2) // 2
+        hf.expect("sliding_window", window)  # transformers writes both
         fields["windows"] = hf.windows(len(layers), window, [layer % every > 0 for layer in layers])
         bias = hf.flag("attention_bias", False)
         return ModernBertDecoderConfig(

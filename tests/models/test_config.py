@@ -441,6 +441,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("QWenLMHeadModel", "no_bias", False),
         ("BailingHybridForCausalLM", "linear_conv_kernel_dim", 4),
+        ("ModernBertDecoderForCausalLM", "sliding_window", 9),
     ],
 )
 def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
