@@ -197,6 +197,15 @@ PUBLISHED: dict[str, Layout] = {
         rename=_halves_together,
         oracle=_stacked_experts,
     ),
+    "zamba2_plain": Layout(
+        "zamba2",
+        "zamba2",
+        "zamba2",
+        "Zamba2ForCausalLM",
+        # Kinds of layers as transformers 4 has them.
+        extra={"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_key_value_heads": 2},
+        dropped=("add_bias_linear", "num_mem_blocks", "use_mem_rope", "use_shared_attention_adapter"),
+    ),
     "mimo_v2_flash_published": Layout(
         "mimo_v2_flash",
         "mimo_v2_flash",

@@ -48,6 +48,8 @@ class Linear(Weighted):
     """y = x W^T + b; x [..., in_features] -> [..., out_features]."""
 
     adapters: RowAdapters | None = None
+    has_several_uses: bool = False
+    """Whether several layers of the model multiply by this weight. An adapter is of one of them."""
 
     def __init__(self, in_features: int, out_features: int, *, shard: Shard, unit: int = 1, bias: bool = False) -> None:
         super().__init__(in_features, out_features, shard=shard, unit=unit, bias=bias)

@@ -168,8 +168,9 @@ class StepInputs:
     """[T, 1, 1] float32: factors of the tokens' queries, in models that scale them by position. Written by the model
     before its first layer."""
     layer_inputs: Tensor | None = field(default=None, init=False)
-    """[T, layers, features]: each layer's own inputs besides the stream, in models with per-layer embeddings. Written
-    by the model before its first layer."""
+    """[T, layers, features]: each layer's own inputs besides the stream, in models with per-layer embeddings; or
+    [T, 1, hidden], the embeddings, where layers read them beside the stream. Written by the model before its first
+    layer."""
     adapter_groups: RowGroups | None = field(default=None, init=False)
     """The first rows, by adapter, if they are many. Written by the model before its first layer."""
     image_tokens: Tensor | None = field(default=None, init=False)

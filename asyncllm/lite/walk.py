@@ -18,6 +18,7 @@ from asyncllm.layers.block import AnyAttention, AnyBlock
 from asyncllm.layers.layer_inputs import GatedLayerInput
 from asyncllm.layers.linear import Linear
 from asyncllm.layers.prompt_step import empty_cache, prompt_step
+from asyncllm.layers.shared_block import HybridBlock
 from asyncllm.layers.shared_keys import BorrowingAttention
 from asyncllm.layers.sparse_latent_attention import SparseLatentAttention
 from asyncllm.layers.step_inputs import StepInputs
@@ -99,8 +100,8 @@ class Walk:
         if any(_reads_earlier_layers(module) for module in self.model.modules()):
             raise UnsupportedModel(
                 f"{self.checkpoint.folder}: layers read others' keys and values or index, or embeddings of their "
-                f"own, so they cannot run one at a time on texts. Use blocked_fp8, or calib_samples = 0, which need no "
-                f"texts."
+                f"own, or share weights, so they cannot run one at a time on texts. Use blocked_fp8, or "
+                f"calib_samples = 0, which need no texts."
             )
         chosen: list[list[Sequence[int]]] = []
         room = 0
@@ -183,9 +184,9 @@ class Walk:
 
 
 def _reads_earlier_layers(module: nn.Module) -> bool:
-    """Return whether a layer reads what an earlier one or another part of the model computes."""
+    """Return whether a layer reads what an earlier one or another part of the model computes, or has its weights."""
     shares = isinstance(module, SparseLatentAttention) and module.index is None
-    return shares or isinstance(module, BorrowingAttention | GatedLayerInput)
+    return shares or isinstance(module, BorrowingAttention | GatedLayerInput | HybridBlock)
 
 
 def _part_of(path: str) -> str:

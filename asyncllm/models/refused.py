@@ -193,8 +193,7 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "TeleChat2ForCausalLM": Refused("TeleChat2", "its tensor names are not supported", "LlamaForCausalLM"),
     "TeleFLMForCausalLM": Refused("Tele-FLM", NO_REFERENCE, "LlamaForCausalLM"),
     "xLSTMForCausalLM": Refused("xLSTM 7B", "its recurrence is not implemented", "MambaForCausalLM"),
-    "Zamba2ForCausalLM": Refused("Zamba 2", "layers that share their weights are not implemented", "BambaForCausalLM"),
-    "ZambaForCausalLM": Refused("Zamba", "layers that share their weights are not implemented", "JambaForCausalLM"),
+    "ZambaForCausalLM": Refused("Zamba", "the heads of its Mamba layers are not implemented", "Zamba2ForCausalLM"),
     "ZayaForCausalLM": Refused(
         "ZAYA1 8B", "attention over compressed, convolved keys is not implemented", "Qwen3MoeForCausalLM"
     ),

@@ -122,11 +122,14 @@ SHARDS = {
     "attn.q_down": "replicated",
     "attn.kv": "column",
     "attn.kv_down": "replicated",
+    **{f"attn.added.{part}.up": "column" for part in "qkv"},
     "attn.gate": "column",
     "attn.out": "row",
     "attn.product": "replicated",
     "dense.gate_up": "column",
     "dense.down": "row",
+    "linear": "replicated",
+    "mlp.added.up": "column",
     "mlp.gate_up": "column",
     "mlp.up": "column",
     "mlp.down": "row",
@@ -137,7 +140,19 @@ SHARDS = {
     "mlp.shared.down": "row",
 }
 
-WHOLE = ("altup.", "attn.index.", "laurel.", "layer_input.", "layer_inputs.", "norm.", "spread.")
+WHOLE = (
+    "altup.",
+    "attn.added.q.down",
+    "attn.added.k.down",
+    "attn.added.v.down",
+    "mlp.added.down",
+    "attn.index.",
+    "laurel.",
+    "layer_input.",
+    "layer_inputs.",
+    "norm.",
+    "spread.",
+)
 """What is small, or between streams, is on every rank."""
 
 
@@ -155,7 +170,7 @@ def test_every_layer_of_every_family_says_how_it_may_be_divided(family: str) -> 
     assert {"attn.out", *divided_ones} <= {name.split(".", 2)[-1] for name in layers}
     for name, layer in layers.items():
         in_whole = name.rpartition(".")[0] in whole
-        key = name.split(".", 2)[-1].removeprefix("second.")
+        key = name.split(".", 2)[-1].removeprefix("second.").removeprefix("shared.")
         in_whole |= key.startswith(WHOLE) or name.startswith(WHOLE)
         assert layer.shard == ("replicated" if in_whole else SHARDS[key]), name
         divided = (

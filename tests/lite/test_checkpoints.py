@@ -145,6 +145,8 @@ OF_FAMILIES: dict[str, tuple[str, dict[str, Any], Format | Eight]] = {
     # Layers that read others' keys and values, and have embeddings of their own.
     "gemma3n": ("auto_gptq", {"w_group_size": -1, "calib_samples": 0}, formats.gptq(4, -1, symmetric=False)),
     "gemma4": ("blocked_fp8", {}, formats.fp8("block")),
+    # Blocks that several layers share.
+    "zamba2": ("blocked_fp8", {}, formats.fp8("block")),
     # An index of tokens.
     "deepseek_v32": ("blocked_fp8", {}, formats.fp8("block")),
 }

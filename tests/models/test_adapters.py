@@ -359,6 +359,22 @@ def test_modules_that_take_no_adapter_are_refused(tmp_path: Path) -> None:
             read_adapter(write_adapter(tmp_path / str(index), {module: (64, 48)}), model)
 
 
+def test_blocks_that_layers_share_take_none(tmp_path: Path) -> None:
+    """An adapter is of one layer, and a weight of all."""
+    model = open_case(Case("zamba2", "default"))
+    shared = "model.layers.{}.shared_transformer.{}"
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "feed_forward.down_proj"):
+        for layer in (1, 3):
+            module = shared.format(layer, name)
+            folder = write_adapter(tmp_path / module, {module: (64, 64)})
+            with pytest.raises(UnsupportedModel, match=rf"{module}.* takes no adapter.*several layers share"):
+                read_adapter(folder, model)
+    # Another block has a single use.
+    taken = shared.format(2, "self_attn.q_proj")
+    files = read_adapter(write_adapter(tmp_path / "taken", {taken: (64, 64)}), model)
+    assert list(files.layers) == ["layers.2.shared.attn.qkv"]
+
+
 def test_factors_of_zeros_may_be_where_no_adapter_applies(tmp_path: Path) -> None:
     """PEFT's B begins at zero, and stays there for a tower that saw no image, and for keys that no layer reads."""
     shared, tower = (

@@ -154,6 +154,40 @@ def swap_query_heads(model: DecoderLM) -> None:
     weight[: 2 * head_dim] = weight[: 2 * head_dim].roll(head_dim, 0).clone()
 
 
+def forget_linear_of_shared_blocks(model: DecoderLM) -> None:
+    for layer in model.layers[1:]:
+        layer.linear.weight.copy_(torch.eye(len(layer.linear.weight)))
+
+
+def take_the_products_of_another_use(model: DecoderLM) -> None:
+    model.layers[3].shared.attn.added = model.layers[1].shared.attn.added
+    model.layers[3].shared.mlp.added = model.layers[1].shared.mlp.added
+
+
+def take_another_block(model: DecoderLM) -> None:
+    model.layers[3].shared.attn.qkv = model.layers[2].shared.attn.qkv
+
+
+def read_nothing_beside_the_stream(model: DecoderLM) -> None:
+    for layer in model.layers[1:]:
+        layer.shared.attn_norm.weight[model.config.hidden_size :] = 0
+
+
+def scale_by_whole_heads(model: DecoderLM) -> None:
+    for layer in model.layers[1:]:
+        layer.shared.attn.scale = model.config.head_dim**-0.5
+
+
+def forget_least_steps(model: DecoderLM) -> None:
+    in_each_attention(lambda state: setattr(state.space, "min_step", 0.0))(model)
+
+
+def swap_halves_of_the_block_s_input(model: DecoderLM) -> None:
+    size = model.config.hidden_size
+    weight = model.layers[1].shared.attn.qkv.weight
+    weight.copy_(weight.roll(size, 1).clone())
+
+
 def forget_value_scale(model: DecoderLM) -> None:
     for layer in model.layers:
         layer.attn.qkv.value_scale = 1.0
@@ -220,6 +254,13 @@ def forget_value_scale(model: DecoderLM) -> None:
         ("phi4_mini", turn_whole_heads),
         ("seed_oss", drop_output_bias),
         ("yi", swap_norms),
+        ("zamba2", forget_least_steps),
+        ("zamba2", forget_linear_of_shared_blocks),
+        ("zamba2", read_nothing_beside_the_stream),
+        ("zamba2", scale_by_whole_heads),
+        ("zamba2", swap_halves_of_the_block_s_input),
+        ("zamba2", take_another_block),
+        ("zamba2", take_the_products_of_another_use),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__qualname__.split(".")[0],
 )

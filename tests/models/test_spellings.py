@@ -14,6 +14,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.models.build import open_model
 from asyncllm.models.mimo_v2_flash import MiMoV2FlashConfig
 from asyncllm.models.step3p5 import Step3p5Config
+from asyncllm.models.zamba2 import Zamba2Config
 from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
 
@@ -110,6 +111,37 @@ def test_rotations_of_mimo(tmp_path: Path) -> None:
         {"hybrid_block_size": 6},
     ):
         with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+            read(tmp_path, changes, base)
+
+
+def test_shared_blocks_of_zamba2(tmp_path: Path) -> None:
+    """Heads are as wide as twice the stream allows, whatever the file repeats of them; norms, kinds of layers and sizes
+    that would change the computation are refused."""
+    base = tiny("Zamba2ForCausalLM")
+    config = read(tmp_path, {"attention_head_dim": 16, "attention_hidden_size": 64, "mamba_headdim": 16}, base)
+    assert isinstance(config, Zamba2Config)
+    assert (config.head_dim, config.attention_layers, config.tied, config.min_step) == (16, {1, 2, 3}, True, 0.4)
+    renamed = {"layers_block_type": ABSENT, "layer_types": ["hybrid", *["mamba"] * 3]}
+    assert read(tmp_path, renamed, base).attention_layers == {0}  # type: ignore[attr-defined]
+    plain = read(tmp_path, {"use_mem_rope": False, "intermediate_size": ABSENT}, base)
+    assert (plain.rope, plain.intermediate_size) == (None, 128)
+    for changes in (
+        {"use_long_context": True},
+        {"attention_head_dim": 8},
+        {"attention_hidden_size": 32},
+        {"layers_block_type": ["attention"] * 4},
+        {"hidden_act": "tanh"},
+    ):
+        with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+            read(tmp_path, changes, base)
+    for changes in (
+        {"layers_block_type": ABSENT},
+        {"layers_block_type": ["hybrid"]},
+        {"num_key_value_heads": 2},
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        {"n_mamba_heads": 5},
+    ):
+        with pytest.raises(InvalidCheckpoint, match=next(iter(changes)).replace("n_mamba_heads", "mamba_d_head")):
             read(tmp_path, changes, base)
 
 

@@ -173,9 +173,10 @@ class AdapterFiles:
 
 
 def takes_adapters(layer: object, path: str) -> TypeGuard[Linear]:
-    """Return whether the module at `path` can have adapters: whether it is a linear layer of a decoder's block."""
-    linear = isinstance(layer, Linear) and not isinstance(layer, ExactRouter) and len(layer.rows) <= MAX_PARTS
-    return linear and path.startswith("layers.")
+    """Return whether the module at `path` can have adapters: whether it is a linear layer of one decoder block."""
+    if not isinstance(layer, Linear) or isinstance(layer, ExactRouter) or layer.has_several_uses:
+        return False
+    return len(layer.rows) <= MAX_PARTS and path.startswith("layers.")
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -252,7 +253,8 @@ def _factors_in_model(
             return None
         raise UnsupportedModel(
             f"{folder}: {short(name)} takes no adapter. Linear layers of attention and MLPs do; experts, routers in "
-            f"float32, embeddings, heads, vision towers and kv_b_proj of latent attention do not. {_MERGE}"
+            f"float32, embeddings, heads, vision towers, kv_b_proj of latent attention and blocks that several layers "
+            f"share do not. {_MERGE}"
         )
     names = [part for _, part, _ in target.keys]
     shapes = [layer.whole_shapes[part] for part in names]
