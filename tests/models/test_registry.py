@@ -20,6 +20,7 @@ from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.refused import REFUSED_MODELS, REFUSED_TEXT_MODELS
 from asyncllm.models.registry import families, read_config, register
 from asyncllm.models.vision_language import VISION_MODELS
+from asyncllm.text.checkpoint_files import BY_MODEL_TYPE
 from tests.checkpoints import build_checkpoint
 from tests.models.parity import FAMILIES, Runner, random_tokens
 
@@ -50,6 +51,17 @@ def test_refused_decoders_are_told_what_is_near(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "x"}))
         with pytest.raises(UnsupportedModel, match=rf"{name}.*not implemented.*nearest.*{refused.nearest}"):
             read_config(tmp_path)
+
+
+def test_no_refusal_says_that_a_decoder_is_missing_that_there_is() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    types = {family.tiny["model_type"] for family in families().values()} | BY_MODEL_TYPE.keys()
+    for model_type, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        refused = REFUSED_MODELS.get(name) if isinstance(name, str) else None
+        if refused is not None and "nor its decoder" in refused.why:
+            assert CONFIG_MAPPING[model_type]().get_text_config().model_type not in types, name
 
 
 @pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"])

@@ -37,7 +37,9 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
         "Cohere Compass", _OWN_TOWER, "Cohere2VisionForConditionalGeneration"
     ),
     "Cosmos3EdgeForConditionalGeneration": Refused("Cosmos 3 Edge", _NEITHER, "Qwen3VLForConditionalGeneration"),
-    "Cosmos3OmniForConditionalGeneration": Refused("Cosmos 3 Omni", _NEITHER, "Qwen3VLForConditionalGeneration"),
+    "Cosmos3OmniForConditionalGeneration": Refused(
+        "Cosmos 3 Omni", "its tensor names are not supported", "Qwen3VLForConditionalGeneration"
+    ),
     "DeepseekOCR2ForCausalLM": Refused("DeepSeek-OCR 2", _OWN_TOWER, "DeepseekOCRForCausalLM"),
     "DeepseekOcr2ForConditionalGeneration": Refused(
         "DeepSeek-OCR 2 (transformers' format)", _OWN_TOWER, "DeepseekOCRForCausalLM"
@@ -81,7 +83,7 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
     "KeyeVL1_5ForConditionalGeneration": Refused("Keye-VL 1.5", NO_REFERENCE, "Qwen3VLForConditionalGeneration"),
     "Kosmos2_5ForConditionalGeneration": Refused("Kosmos-2.5", _QUERIES, "PaddleOCRVLForConditionalGeneration"),
     "Kosmos2ForConditionalGeneration": Refused("Kosmos-2", _QUERIES, _NEAREST_LLAVA),
-    "Lfm3VlForConditionalGeneration": Refused("LFM3-VL", _NEITHER, "Lfm2VlForConditionalGeneration"),
+    "Lfm3VlForConditionalGeneration": Refused("LFM3-VL", _OWN_TOWER, "Lfm2VlForConditionalGeneration"),
     "Llama_Nemotron_Nano_VL": Refused("Llama Nemotron Nano VL", NO_REFERENCE, "InternVLChatModel"),
     "LlavaLlamaModel": Refused("VILA", _OWN_TOWER, _NEAREST_LLAVA),
     "LlavaQwen2ForCausalLM": Refused("FastVLM (authors' format)", _OWN_TOWER, "LlavaQwenForCausalLM"),
@@ -92,6 +94,7 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
     "MiniCPMV4_6ForConditionalGeneration": Refused("MiniCPM-V 4.6", _OWN_TOWER, "MiniCPMV"),
     "MiniCPMV4_7ForConditionalGeneration": Refused("MiniCPM-V 4.7", _OWN_TOWER, "MiniCPMV"),
     "MiniMaxM3SparseForConditionalGeneration": Refused("MiniMax M3", _NEITHER, "Qwen3VLMoeForConditionalGeneration"),
+    "MiniMaxVL01ForConditionalGeneration": Refused("MiniMax-VL-01", _OWN_TOWER, _NEAREST_LLAVA),
     "MistralLarge4ForConditionalGeneration": Refused("Mistral Large 4", _NEITHER, "Mistral3ForConditionalGeneration"),
     "MllamaForConditionalGeneration": Refused(
         "Llama 3.2 Vision", "its cross attention keeps images in another kind of cache", _NEAREST_LLAVA
@@ -120,7 +123,7 @@ REFUSED_VISION_MODELS: Mapping[str, Refused] = {
     ),
     "Qwen4ExpForConditionalGeneration": Refused("Qwen4", _NEITHER, "Qwen3_5ForConditionalGeneration"),
     "SkyworkR1VChatModel": Refused("Skywork R1V", NO_REFERENCE, "InternVLChatModel"),
-    "Step3p7ForConditionalGeneration": Refused("Step 3.7", _NEITHER, "Glm4vMoeForConditionalGeneration"),
+    "Step3p7ForConditionalGeneration": Refused("Step 3.7", _OWN_TOWER, "Glm4vMoeForConditionalGeneration"),
     "Step3VLForConditionalGeneration": Refused("Step3", _NEITHER, "Glm4vMoeForConditionalGeneration"),
     "T5Gemma2ForConditionalGeneration": Refused("T5Gemma 2", _CROSS, "Gemma3ForConditionalGeneration"),
     "UdopForConditionalGeneration": Refused("UDOP", _CROSS, "PaddleOCRVLForConditionalGeneration"),
