@@ -15,14 +15,13 @@ from asyncllm.models.llama import LLAMA_WEIGHTS
 from asyncllm.models.mamba import ScanConfig, scan_fields, scan_layer
 from asyncllm.models.registry import register
 
-__all__ = ["Jamba"]
+__all__ = ["JAMBA_SCAN", "Jamba"]
 
 _LAYER = "model.layers.{i}"
 _MAMBA = f"{_LAYER}.mamba"
 _MLP = f"{_LAYER}.feed_forward"
 
-
-_SCAN = {
+JAMBA_SCAN = {
     "mamba_d_state": "state_size",
     "mamba_dt_rank": "time_step_rank",
     "mamba_d_conv": "conv_kernel",
@@ -108,7 +107,7 @@ class Jamba(DecoderLM):
             experts=experts if count > 1 else None,
             attention_layers=_every(hf, "attn_layer", num_layers, period=8, offset=4),
             mamba_size=hf.integer("mamba_expand", 2) * hidden_size,
-            **scan_fields(hf.named(_SCAN), hidden_size),
+            **scan_fields(hf.named(JAMBA_SCAN), hidden_size),
         )
 
     def attention(self, layer: int) -> AnyAttention:

@@ -193,7 +193,6 @@ REFUSED_TEXT_MODELS: Mapping[str, Refused] = {
     "TeleChat2ForCausalLM": Refused("TeleChat2", "its tensor names are not supported", "LlamaForCausalLM"),
     "TeleFLMForCausalLM": Refused("Tele-FLM", NO_REFERENCE, "LlamaForCausalLM"),
     "xLSTMForCausalLM": Refused("xLSTM 7B", "its recurrence is not implemented", "MambaForCausalLM"),
-    "ZambaForCausalLM": Refused("Zamba", "the heads of its Mamba layers are not implemented", "Zamba2ForCausalLM"),
     "ZayaForCausalLM": Refused(
         "ZAYA1 8B", "attention over compressed, convolved keys is not implemented", "Qwen3MoeForCausalLM"
     ),

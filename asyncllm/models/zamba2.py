@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from asyncllm.layers.block import AnyBlock, SingleBlock
 from asyncllm.layers.mamba2 import Mamba2
-from asyncllm.layers.shared_block import HybridBlock, SharedBlock
-from asyncllm.layers.shared_weights import SharedAttention, SharedMLP
-from asyncllm.layers.step_inputs import StepInputs
 from asyncllm.models.config import HFConfig, ModelConfig
-from asyncllm.models.decoder import DecoderLM
 from asyncllm.models.mamba_hybrid import MAMBA_WEIGHTS, MambaConfig, mamba_fields, mamba_sizes
 from asyncllm.models.registry import register
+from asyncllm.models.shared_block_model import SharedBlockLM, block_weights, hybrid_layers
 from asyncllm.models.weights import WeightMap
 
 __all__ = ["Zamba2", "Zamba2Config"]
-
-_LAYER = "model.layers.{i}"
-_SHARED = f"{_LAYER}.shared_transformer"
-
-_KINDS = {"mamba": False, "linear_attention": False, "hybrid": True}
-"""Kinds of layers in config.json, before transformers 5 and since -> whether a shared block is in front."""
 
 _NORM_EPS = 1e-5
 """Epsilon of the norm in Mamba-2, which config.json does not have."""
@@ -40,26 +31,10 @@ class Zamba2Config(MambaConfig, frozen=True, kw_only=True):
 
 
 @register(Zamba2ForCausalLM="Zamba 2 1.2B, 2.7B, 7B")
-class Zamba2(DecoderLM):
+class Zamba2(SharedBlockLM):
     config: Zamba2Config
-    weights = WeightMap(
-        {
-            "model.embed_tokens": "embed",
-            "lm_head": "head",
-            "model.final_layernorm": "norm",
-            f"{_LAYER}.input_layernorm": "layers.{i}.norm",
-            f"{_LAYER}.mamba_decoder.input_layernorm": "layers.{i}.norm",
-            **MAMBA_WEIGHTS,
-            **{name.replace(".mamba", ".mamba_decoder.mamba"): target for name, target in MAMBA_WEIGHTS.items()},
-            f"{_LAYER}.linear": "layers.{i}.linear",
-            f"{_SHARED}.input_layernorm": "layers.{i}.shared.attn_norm",
-            **{f"{_SHARED}.self_attn.{part}_proj": f"layers.{{i}}.shared.attn.qkv[{part}]" for part in "qkv"},
-            f"{_SHARED}.self_attn.o_proj": "layers.{i}.shared.attn.out",
-            f"{_SHARED}.pre_ff_layernorm": "layers.{i}.shared.mlp_norm",
-            f"{_SHARED}.feed_forward.gate_up_proj": "layers.{i}.shared.mlp.gate_up[gate+up]",
-            f"{_SHARED}.feed_forward.down_proj": "layers.{i}.shared.mlp.down",
-        }
-    )
+    block_name = "shared_transformer"
+    weights = block_weights(block_name, MAMBA_WEIGHTS, {"gate_up_proj": "[gate+up]"})
     tiny: ClassVar[dict[str, Any]] = {
         "model_type": "zamba2",
         "vocab_size": 320,
@@ -81,11 +56,6 @@ class Zamba2(DecoderLM):
         "time_step_min": 0.4,
         "rms_norm_eps": 1e-3,
     }
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._shared: list[SharedBlock] = []
-        super().__init__(config)
-        del self._shared
 
     @staticmethod
     def configure(hf: HFConfig, architecture: str) -> ModelConfig:
@@ -121,7 +91,7 @@ class Zamba2(DecoderLM):
         return Zamba2Config(
             **fields,
             **mamba_fields(mamba, hidden_size),
-            attention_layers=_hybrid_layers(hf, fields["num_layers"]),
+            attention_layers=hybrid_layers(hf, fields["num_layers"]),
             score_scale=(head_dim / 2) ** -0.5,
             activation=hf.activation("hidden_act", "gelu"),
             mlp_bias=bias,
@@ -132,14 +102,23 @@ class Zamba2(DecoderLM):
         )
 
     @property
+    def uses(self) -> Sequence[int]:
+        return sorted(self.config.attention_layers)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.config.num_blocks
+
+    @property
+    def ranks(self) -> tuple[int | None, int | None]:
+        return self.config.rank if self.config.adapted_attention else None, self.config.rank
+
+    @property
     def weight_map(self) -> WeightMap:
-        """The table with the products of each use, which the files have in the first layer with its block, and without
-        the copies of blocks that some files hold for the others."""
+        """The table with the products of each use, which the files have in the first layer with its block."""
         rows: dict[str, str] = {}
-        uses = sorted(self.config.attention_layers)
-        count = self.config.num_blocks
-        for use, layer in enumerate(uses):
-            source = f"layers.{uses[use % count]}.shared_transformer"
+        for use, layer in enumerate(self.uses):
+            source = f"layers.{self.uses[use % self.num_blocks]}.{self.block_name}"
             mine = f"layers.{layer}.shared"
             for number, half in enumerate(("down", "up")):
                 for part in "qkv":
@@ -149,63 +128,8 @@ class Zamba2(DecoderLM):
                 rows[f"{source}.feed_forward.gate_up_proj_adapter_list.{use}.{number}"] = (
                     f"{mine}.mlp.added.{half}{'[gate+up]' if number else ''}"
                 )
-        table = super().weight_map.replaced({**rows, **{f"model.{name}": target for name, target in rows.items()}})
-        copies = (f"{prefix}layers.{layer}.shared_transformer" for layer in uses[count:] for prefix in ("", "model."))
-        return table.skipping(*copies)
+        return super().weight_map.replaced({**rows, **{f"model.{name}": target for name, target in rows.items()}})
 
-    def place(self, step: StepInputs) -> None:
-        super().place(step)
-        if step.layer_inputs is None:
-            step.layer_inputs = self.embed(step.input_ids, step)[:, None]
-
-    @property
-    def reads_token_ids(self) -> bool:
-        return True
-
-    def block(self, layer: int) -> AnyBlock:
-        config, hidden = self.config, self.config.hidden_size
-        uses = sorted(config.attention_layers)
-        # A layer with a shared block has two caches.
-        place = layer + sum(each < layer for each in uses)
-        sizes = {**mamba_sizes(config), "norm_eps": _NORM_EPS}
-        state = Mamba2(place, hidden, **sizes, min_step=config.min_step)
-        if layer not in config.attention_layers:
-            return SingleBlock(norm=self.make_norm(), attn=state)
-        use = uses.index(layer)
-        first = self._shared[use % config.num_blocks] if use >= config.num_blocks else None
-        attn = SharedAttention(
-            place + 1,
-            2 * hidden,
-            hidden,
-            self.attention_config(layer),
-            first=None if first is None else first.attn,
-            rank=config.rank if config.adapted_attention else None,
-        )
-        mlp = SharedMLP(
-            hidden,
-            config.intermediate_size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-            first=None if first is None else first.mlp,
-            rank=config.rank,
-        )
-        shared = SharedBlock(
-            attn_norm=self.norm_class(2 * hidden, config.norm_eps) if first is None else first.attn_norm,
-            attn=attn,
-            mlp_norm=self.make_norm() if first is None else first.mlp_norm,
-            mlp=mlp,
-        )
-        if first is None:
-            self._shared.append(shared)
-        return HybridBlock(norm=self.make_norm(), attn=state, shared=shared, hidden_size=hidden)
-
-
-def _hybrid_layers(hf: HFConfig, num_layers: int) -> frozenset[int]:
-    """Return the layers with a shared block. Raises InvalidCheckpoint, UnsupportedModel."""
-    key = "layer_types" if hf.fields.get("layer_types") is not None else "layers_block_type"
-    kinds = hf.fields.get(key)
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        hf.invalid(key, f"where a list of {num_layers} layer kinds belongs")
-    if not set(map(str, kinds)) <= _KINDS.keys():
-        hf.unsupported(key, f"Supported: {', '.join(map(repr, _KINDS))}.")
-    return frozenset(layer for layer, kind in enumerate(kinds) if _KINDS[kind])
+    def state(self, place: int) -> Mamba2:
+        sizes = {**mamba_sizes(self.config), "norm_eps": _NORM_EPS}
+        return Mamba2(place, self.config.hidden_size, **sizes, min_step=self.config.min_step)

@@ -119,7 +119,7 @@ UNROTATED = {
         "jamba",
         "kimi_linear",
     ),
-    *("jamba", "mamba", "mamba2", "mpt"),
+    *("mamba", "mamba2", "mpt", "zamba", "zamba2_plain"),
     "mpt_grouped",
     *("nemotron_h", "nemotron_h_experts", "nemotron_h_pattern", "openai_gpt", "opt", "opt_350m", "xglm"),
 }

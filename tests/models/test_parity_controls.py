@@ -154,9 +154,34 @@ def swap_query_heads(model: DecoderLM) -> None:
     weight[: 2 * head_dim] = weight[: 2 * head_dim].roll(head_dim, 0).clone()
 
 
-def forget_linear_of_shared_blocks(model: DecoderLM) -> None:
-    for layer in model.layers[1:]:
-        layer.linear.weight.copy_(torch.eye(len(layer.linear.weight)))
+def in_each_hybrid(change: Callable[[torch.nn.Module], None]) -> Mutation:
+    def mutate(model: DecoderLM) -> None:
+        for layer in model.layers:
+            if hasattr(layer, "shared"):
+                change(layer)
+
+    return mutate
+
+
+def forget_linear(layer: torch.nn.Module) -> None:
+    layer.linear.weight.copy_(torch.eye(len(layer.linear.weight)))
+
+
+def read_nothing_beside_the_stream(layer: torch.nn.Module) -> None:
+    layer.shared.attn_norm.weight[len(layer.norm.weight) :] = 0
+
+
+def scale_by_whole_heads(layer: torch.nn.Module) -> None:
+    layer.shared.attn.scale = layer.shared.attn.head_dim**-0.5
+
+
+def take_silu_in_block(layer: torch.nn.Module) -> None:
+    layer.shared.mlp.activation = "silu"
+
+
+def swap_halves_of_input(model: DecoderLM) -> None:
+    weight = model.layers[2].shared.attn.qkv.weight
+    weight.copy_(weight.roll(model.config.hidden_size, 1).clone())
 
 
 def take_the_products_of_another_use(model: DecoderLM) -> None:
@@ -168,24 +193,15 @@ def take_another_block(model: DecoderLM) -> None:
     model.layers[3].shared.attn.qkv = model.layers[2].shared.attn.qkv
 
 
-def read_nothing_beside_the_stream(model: DecoderLM) -> None:
-    for layer in model.layers[1:]:
-        layer.shared.attn_norm.weight[model.config.hidden_size :] = 0
+def swap_heads_of_states(model: DecoderLM) -> None:
+    for parameter in model.layers[1].attn.heads.parameters():
+        parameter.copy_(parameter.flip(0))
 
 
-def scale_by_whole_heads(model: DecoderLM) -> None:
-    for layer in model.layers[1:]:
-        layer.shared.attn.scale = model.config.head_dim**-0.5
-
-
-def forget_least_steps(model: DecoderLM) -> None:
-    in_each_attention(lambda state: setattr(state.space, "min_step", 0.0))(model)
-
-
-def swap_halves_of_the_block_s_input(model: DecoderLM) -> None:
-    size = model.config.hidden_size
-    weight = model.layers[1].shared.attn.qkv.weight
-    weight.copy_(weight.roll(size, 1).clone())
+def join_inputs_and_gates(model: DecoderLM) -> None:
+    """As other Mambas have them, one after the other."""
+    weight = model.layers[1].attn.inputs.weight
+    weight.copy_(weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).clone())
 
 
 def forget_value_scale(model: DecoderLM) -> None:
@@ -254,11 +270,19 @@ def forget_value_scale(model: DecoderLM) -> None:
         ("phi4_mini", turn_whole_heads),
         ("seed_oss", drop_output_bias),
         ("yi", swap_norms),
-        ("zamba2", forget_least_steps),
-        ("zamba2", forget_linear_of_shared_blocks),
-        ("zamba2", read_nothing_beside_the_stream),
-        ("zamba2", scale_by_whole_heads),
-        ("zamba2", swap_halves_of_the_block_s_input),
+        *(
+            (family, in_each_hybrid(change))
+            for family in ("zamba", "zamba2")
+            for change in (
+                *(forget_linear, read_nothing_beside_the_stream, scale_by_whole_heads),
+                take_silu_in_block,
+            )
+        ),
+        ("zamba", join_inputs_and_gates),
+        ("zamba", swap_halves_of_input),
+        ("zamba", swap_heads_of_states),
+        ("zamba2", swap_halves_of_input),
+        ("zamba2", in_each_attention(lambda state: setattr(state.space, "min_step", 0.0))),
         ("zamba2", take_another_block),
         ("zamba2", take_the_products_of_another_use),
     ],

@@ -14,6 +14,7 @@ from asyncllm.errors import InvalidCheckpoint, UnsupportedModel
 from asyncllm.models.build import open_model
 from asyncllm.models.mimo_v2_flash import MiMoV2FlashConfig
 from asyncllm.models.step3p5 import Step3p5Config
+from asyncllm.models.zamba import ZambaConfig
 from asyncllm.models.zamba2 import Zamba2Config
 from tests.checkpoints import build_checkpoint, native_class, tiny_fields
 from tests.models.test_config import ABSENT, read, tiny
@@ -142,6 +143,23 @@ def test_shared_blocks_of_zamba2(tmp_path: Path) -> None:
         {"n_mamba_heads": 5},
     ):
         with pytest.raises(InvalidCheckpoint, match=next(iter(changes)).replace("n_mamba_heads", "mamba_d_head")):
+            read(tmp_path, changes, base)
+
+
+def test_kinds_and_heads_of_zamba(tmp_path: Path) -> None:
+    """Where no list has them, kinds follow from a period and an offset, behind the first three layers."""
+    base = {**tiny("ZambaForCausalLM"), "layers_block_type": ABSENT, "num_hidden_layers": 17}
+    config = read(tmp_path, {"attention_head_dim": ABSENT}, base)
+    assert isinstance(config, ZambaConfig)
+    assert (config.attention_layers, config.head_dim, config.mamba_size) == ({2, 7, 13}, 16, 64)
+    assert config.score_scale == 8**-0.5
+    other = read(tmp_path, {"attn_layer_period": 4, "attn_layer_offset": 0}, base)
+    assert other.attention_layers == {2, 3, 7, 11, 15}  # type: ignore[attr-defined]
+    for changes in ({"hidden_mamba_act": "gelu"}, {"attention_hidden_size": 32}):
+        with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+            read(tmp_path, changes, base)
+    for changes in ({"n_mamba_heads": 5}, {"num_attention_heads": 3}, {"layers_block_type": ["hybrid"]}):
+        with pytest.raises(InvalidCheckpoint, match=next(iter(changes)).replace("attention", "(key_value|attention)")):
             read(tmp_path, changes, base)
 
 
