@@ -26,7 +26,7 @@ class MiMoV2FlashConfig(ModelConfig, frozen=True, kw_only=True):
     value_scale: float
 
 
-@register(MiMoV2FlashForCausalLM="MiMo-V2-Flash 309B-A15B", MiMoV2ForCausalLM="MiMo-V2.5: the text model")
+@register(MiMoV2FlashForCausalLM="MiMo-V2-Flash 309B-A15B", MiMoV2ForCausalLM="MiMo-V2.5, V2.6: the text model")
 class MiMoV2Flash(DecoderLM):
     config: MiMoV2FlashConfig
     # As published, and as transformers has them in memory.

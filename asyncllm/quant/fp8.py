@@ -3,7 +3,7 @@ weights that are rounded to fp8 at load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asyncllm.kernels.scaled import GROUP, LARGEST
 from asyncllm.layers.linear_method import LinearMethod
+from asyncllm.quant.expansion import Expansion, expansion_of_codes, modules_of
 from asyncllm.quant.scaled import Scaled, holds_codes, scaled
 from asyncllm.quant.scheme import Scheme, register
 from asyncllm.quant.settings import Header, QuantSettings
@@ -23,11 +24,11 @@ _PLAIN = frozenset({"F16", "BF16", "F32"})
 
 @register("fp8")
 class Float8(Scheme):
-    """`weight` in e4m3, with `weight_scale_inv` for blocks of 128 x 128, or with `weight_scale`. Both are
-    multiplied."""
+    """`weight` in e4m3, with `weight_scale_inv` for blocks of 128 x 128, or with `weight_scale`. Both are multiplied.
+    Where the settings say so, experts are in e2m1 with an exponent for each group (MiMo-V2.6), and expanded."""
 
-    def __init__(self, *, block: bool, static: bool) -> None:
-        self._block, self._static = block, static
+    def __init__(self, *, block: bool, static: bool, four_bits: bool = False) -> None:
+        self._block, self._static, self._four_bits = block, static, four_bits
 
     @classmethod
     def read(cls, settings: QuantSettings) -> Float8:
@@ -36,10 +37,19 @@ class Float8(Scheme):
         settings.expect("activation_scheme", "dynamic", "static")
         settings.expect("scale_fmt", "ue8m0", "float")
         settings.expect("expert_dtype", "fp8")
+        settings.expect("store_dtype", "fp8", "mxfp4")
+        settings.expect("mxfp4_block_size", 32)
         block, static = settings.get("weight_block_size") is not None, settings.get("activation_scheme") == "static"
         if block and static:
             settings.unsupported("activation_scheme", "Blocks are for activations of groups, whose scales are dynamic.")
-        return cls(block=block, static=static)
+        return cls(block=block, static=static, four_bits=settings.get("store_dtype") == "mxfp4")
+
+    def expansions(
+        self, headers: Mapping[str, Header], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    ) -> Iterator[Expansion]:
+        for module, tensors in modules_of(headers).items() if self._four_bits else ():
+            if "weight" in tensors and tensors["weight"].dtype == "U8":
+                yield expansion_of_codes(module, tensors, exponents=True)
 
     def method(self, module: str, tensors: Mapping[str, Header]) -> LinearMethod | None:
         inverse, plain = "weight_scale_inv" in tensors, "weight_scale" in tensors

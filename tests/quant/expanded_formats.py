@@ -174,6 +174,9 @@ EXPANDED: dict[str, Expanded] = {
         compressed("mxfp4-pack-quantized", numbers(4, "float", "group", group_size=32), None),
         of(mxfp4, name="weight_packed"),
     ),
+    "fp8-mxfp4": Expanded(
+        {"quant_method": "fp8", "fmt": "e4m3", "store_dtype": "mxfp4", "mxfp4_block_size": 32}, of(mxfp4, name="weight")
+    ),
     "mxfp4-quark": Expanded(
         {
             "quant_method": "quark", "layer_quant_config": {}, "layer_type_quant_config": {},

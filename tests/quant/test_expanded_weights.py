@@ -87,6 +87,21 @@ def test_fused_tensors_latents_and_experts(family: str, name: str, tmp_path: Pat
     )
 
 
+def test_experts_of_four_bits_in_files_of_eight(tmp_path: Path) -> None:
+    """MiMo-V2.6's; without the entry that says so, and with groups of another size, they are refused."""
+    dense, fmt = build_checkpoint("mimo_v2", tmp_path / "dense", hidden_size=128), EXPANDED["fp8-mxfp4"]
+    folder = write(dense, tmp_path / "model", fmt, lambda name: ".experts." in name)
+    assert_as_read_by_numpy(folder)
+    for changes, says in (
+        ({"store_dtype": None}, r"experts\.0\.\w+\.weight' is U8"),
+        ({"store_dtype": "nvfp4"}, "store_dtype"),
+        ({"mxfp4_block_size": 16}, "mxfp4_block_size"),
+    ):
+        write_config(folder, {**fmt.config, **changes})
+        with pytest.raises(UnsupportedModel, match=says):
+            open_cpu(folder)
+
+
 def test_one_projection_of_several_and_the_head(dense: Path, tmp_path: Path) -> None:
     """Plain ones of the same layer stay, as in files that leave some out by what they cost."""
     chosen = ("v_proj.weight", "up_proj.weight", "lm_head.weight")
