@@ -88,10 +88,12 @@ class Zamba2(SharedBlockLM):
         adapted = hf.flag("use_shared_attention_adapter", False)
         if adapted and fields["num_kv_heads"] != num_heads:
             hf.invalid("num_key_value_heads", f"where use_shared_attention_adapter asks for {num_heads}")
+        attention_layers = hybrid_layers(hf, fields["num_layers"])
+        hf.expect("hybrid_layer_ids", sorted(attention_layers))  # files have it beside layers_block_type
         return Zamba2Config(
             **fields,
             **mamba_fields(mamba, hidden_size),
-            attention_layers=hybrid_layers(hf, fields["num_layers"]),
+            attention_layers=attention_layers,
             score_scale=(head_dim / 2) ** -0.5,
             activation=hf.activation("hidden_act", "gelu"),
             mlp_bias=bias,

@@ -19,7 +19,7 @@ from tests.remote_layouts import LAYOUTS
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 WITHOUT = re.compile(
-    r"expert|router|\.gate(\.wg)?$|kv_b_proj|indexer|norm$|shared_transformer|linear_attn\.in_proj$"
+    r"expert|router|\.gate(\.wg)?$|kv_b_proj|indexer|norm$|shared_transf|linear_attn\.in_proj$"
     r"|mtp|vision|visual|audio|speech|embed|altup"
 )
 """Modules that take no adapter, and parts that are not the decoder's."""

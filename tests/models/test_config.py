@@ -442,6 +442,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, key: str, value: Any
         ("QWenLMHeadModel", "no_bias", False),
         ("BailingHybridForCausalLM", "linear_conv_kernel_dim", 4),
         ("ModernBertDecoderForCausalLM", "sliding_window", 9),
+        ("Zamba2ForCausalLM", "hybrid_layer_ids", [3, 2, 1]),
     ],
 )
 def test_families_refuse_what_they_do_not_implement(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
