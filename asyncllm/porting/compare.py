@@ -174,7 +174,9 @@ def _by_layer(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _attention(layer: nn.Module) -> nn.Module | None:
-    return next((each for each in layer.modules() if type(each).__name__.endswith(("Attention", "Mixer"))), None)
+    kinds = {type(each).__name__: each for each in reversed(list(layer.modules()))}
+    # Where a layer has both, attention is part of what the mixer reads (Zamba).
+    return next((each for kind in ("Mixer", "Attention") for name, each in kinds.items() if name.endswith(kind)), None)
 
 
 def _mlp(layer: nn.Module) -> nn.Module | None:

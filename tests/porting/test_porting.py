@@ -89,6 +89,14 @@ def test_what_is_the_same(family: str) -> None:
     assert max(each.relative for each in result.differences[-1:]) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["zamba", "zamba2"])
+def test_a_mixer_behind_attention(family: str) -> None:
+    """It is what the layer has in attention's place."""
+    result = compare(folder_of(Case(family, "default")), count=40)
+    assert "layer 2 attention" in [each.place for each in result.differences]
+    assert result.first is None
+
+
 def test_the_first_place_that_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
