@@ -135,6 +135,21 @@ def test_only_what_the_kernel_takes_goes_there(monkeypatch: pytest.MonkeyPatch) 
     assert not moe._for_dense_tiles(x.float(), gate_up.float(), down.float(), 1 << 20, 2), "numbers of 32 bits"
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("limit", "gelu"), [(-0.75, False), (None, True)])
+def test_gates_that_the_kernel_lacks_go_elsewhere(
+    limit: float | None, gelu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(140, 72, 40, 3, 1, fresh_seed())
+    monkeypatch.setattr(moe, "is_hopper", lambda device: True)
+    monkeypatch.setattr(moe, "DENSE_TILES", 1)
+    monkeypatch.setattr(moe, "_dense_experts", None)
+    tensors = (case.x, case.gate_up, case.down, case.weights, case.ids)
+    expected = kernels.fused_experts.reference(*tensors, limit=limit, gelu=gelu)  # type: ignore[attr-defined]
+    found = moe.fused_experts(*tensors, limit=limit, gelu=gelu)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, None),
     "deepseek-v2-lite": (2048, 1408, 64, 6, None),

@@ -427,7 +427,8 @@ def fused_experts_invariant(
         return out
     # The experts of all ranks, to which the assignments refer.
     num_all = max(num_experts, num_chosen_from)
-    if not gelu and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
+    has_gate = not gelu and (limit is None or limit > 0)
+    if has_gate and _for_dense_tiles(x, gate_up, down, num_assignments, num_all):
         biases = (gate_up_bias, down_bias)
         return _dense_experts(x, gate_up, down, weights, expert_ids, biases, limit)
     block_tokens = tokens_per_block(num_assignments, num_all) if x.element_size() == 2 else 16
@@ -466,7 +467,7 @@ def _dense_experts(
     biases: tuple[Tensor | None, Tensor | None],
     limit: float | None,
 ) -> Tensor:
-    """Like `fused_experts` without GELU, on Hopper, with the rows of x sorted by expert."""
+    """Like `fused_experts` without GELU or a limit below 0, on Hopper, with the rows of x sorted by expert."""
     from asyncllm.kernels.triton.linear import hopper_experts
 
     blocks = group(expert_ids, len(gate_up), hopper_experts.BLOCK)
