@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.kernels.dispatch import op
-from asyncllm.kernels.moe import fused_experts
+from asyncllm.kernels.moe import chosen_experts, fused_experts
 
 __all__ = ["CHUNK", "E2M1", "E8M0_BIAS", "GROUP", "MAX_E8M0", "E2M1Weight", "e2m1_experts", "expand_e2m1", "pack_e2m1"]
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of the codes 0 to 7; codes 8 to 15 are their negatives."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Numbers of the codes 0 to 15."""
 
 E8M0_BIAS = 127
 """Bias of exponents."""
@@ -70,7 +70,7 @@ def pack_e2m1(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
 @op("linear.e2m1_experts:expand_e2m1")
 def expand_e2m1(words: Tensor, exponents: Tensor, *, in_features: int, dtype: torch.dtype) -> Tensor:
     """Return the weights [E, N, K], rounded once to `dtype`. The other arguments are fields of `E2M1Weight`."""
-    values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=words.device)
+    values = torch.tensor(E2M1, device=words.device)
     planes = []
     for index, (sign, magnitude) in enumerate(zip(SIGNS, MAGNITUDES, strict=True)):
         codes = (words >> sign & 1) << 3 | (words >> magnitude & 7)
@@ -92,10 +92,7 @@ def e2m1_experts(
     limit: float | None = None,
 ) -> Tensor:
     """`fused_experts` with weights of e2m1. Only the chosen experts are expanded, to x's dtype."""
-    chosen, places = torch.unique(expert_ids, return_inverse=True)
-    # -1, which stands for experts on other ranks, comes first.
-    elsewhere = int((chosen < 0).sum())
-    chosen, places = chosen[elsewhere:], places - elsewhere
+    chosen, places = chosen_experts(expert_ids)
     dense = [
         each._replace(words=each.words[chosen], exponents=each.exponents[chosen]).expanded(x.dtype)
         for each in (gate_up, down)

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncllm.kernels.activation import activate, clipped_silu_mul, gelu_tanh_mul, sigmoid, silu_mul
 from asyncllm.kernels.dispatch import op
 
-__all__ = ["Routing", "fused_experts", "fused_experts_invariant", "gate_of_experts", "route"]
+__all__ = ["Routing", "chosen_experts", "fused_experts", "fused_experts_invariant", "gate_of_experts", "route"]
 
 GATE_SLOPE = 1.702
 """Slope of the gate with a limit: x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel, 2016)."""
@@ -122,6 +122,14 @@ def fused_experts(
             start += count
     chosen = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*expert_ids.shape, -1)
     return torch.einsum("tk,tkh->th", weights, chosen.float()).to(x.dtype)
+
+
+def chosen_experts(expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts [C] that occur in expert_ids, ascending, and the place of each id among them; -1, which stands
+    for experts on other ranks, stays -1."""
+    chosen, places = torch.unique(expert_ids, return_inverse=True)
+    elsewhere = int((chosen < 0).sum())
+    return chosen[elsewhere:], places - elsewhere
 
 
 def _row(bias: Tensor | None, expert: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.kernels.activation import silu_mul
 from asyncllm.kernels.dispatch import op
 from asyncllm.kernels.linear import check_out
-from asyncllm.kernels.moe import fused_experts
+from asyncllm.kernels.moe import chosen_experts, fused_experts
 
 __all__ = [
     "PLANE",
@@ -132,10 +132,7 @@ def packed_experts(
     expert_ids: Tensor,
 ) -> Tensor:
     """`fused_experts` with packed weights. Only the chosen experts are expanded, to x's dtype."""
-    chosen, places = torch.unique(expert_ids, return_inverse=True)
-    # -1, which stands for experts on other ranks, comes first.
-    elsewhere = int((chosen < 0).sum())
-    chosen, places = chosen[elsewhere:], places - elsewhere
+    chosen, places = chosen_experts(expert_ids)
     dense = []
     for stack in (gate_up, down):
         each = [_natural(stack, expert, x.dtype) for expert in chosen.tolist()]

@@ -128,7 +128,7 @@ def _expand(
 ) -> Tensor:
     stored = tensors[codes]
     if stored.dtype == torch.uint8:
-        table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=stored.device)
+        table = torch.tensor(E2M1, device=stored.device)
         values = table[halves(stored).int()]
     else:
         values = stored.float()

@@ -127,7 +127,7 @@ class PackedMXFP4(LinearMethod):
         if (scales > MAX_E8M0).any():
             raise UnsupportedModel(f"MXFP4 scales above {2.0 ** (MAX_E8M0 - E8M0_BIAS):g} are not implemented.")
         if own.whole is not None:
-            values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
+            values = torch.tensor(E2M1, device=codes.device)
             own.whole[index, rows].copy_(torch.ldexp(values[codes.int()], scales.int() - E8M0_BIAS))
         elif own.words is not None and own.exponents is not None:
             own.words[index][:, rows], own.exponents[index][:, rows] = pack_e2m1(codes, scales[:, ::GROUP])
